@@ -30,7 +30,7 @@ from .containers.classes import as_provenance as as_provenance
 from .containers.classes import flat as flat
 from .containers.reading import CONTAINERS as CONTAINERS
 from .containers.reading import Path as Path
-from .containers.reading import TokenColumns as TokenColumns
+from .containers.reading import TokenRows as TokenRows
 from .containers.reading import carries_sets as carries_sets
 from .containers.reading import entries as entries
 from .containers.reading import list_keys as list_keys

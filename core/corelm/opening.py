@@ -42,10 +42,7 @@ class Opener(Protocol):
     """
 
     def open(self, open_one: OpenOne, name: str, model: Any, options: Mapping[str, Any]) -> tuple[Any, str]:
-        """Open engines, with `open_one` where they are opened in this process.
-
-        Args:
-            name: the name of the backend. model: the model that was given. options: the other options.
+        """Open engines, with `open_one` where they are opened in this process. `options` are the others.
 
         Returns:
             An object with the hooks, and the distributions and versions of plugin and engine.
@@ -110,14 +107,8 @@ def get_backend(
     names |= getattr(opened, "answers_as", {})
     backend = None
     try:
-        backend = Backend.from_plugin(
-            opened,
-            **names,
-            wrappers=wrappers,
-            retry=retry,
-            timeout=timeout,
-            model=model if isinstance(model, nn.Module) else None,
-        )
+        given = model if isinstance(model, nn.Module) else None
+        backend = Backend.from_plugin(opened, **names, wrappers=wrappers, retry=retry, timeout=timeout, model=given)
         for opener in openers:
             opener.opened(backend)
     except BaseException:
@@ -128,24 +119,13 @@ def get_backend(
             else:
                 backend.close()
         raise
-    _log.info(
-        "%s: opened %s in %.3g s with %s, core %s: %s",
-        name,
-        place(backend.model_name) or "an engine",
-        time.monotonic() - started,
-        label,
-        __version__,
-        abilities(backend.capabilities),
-    )
+    told = (name, place(backend.model_name) or "an engine", time.monotonic() - started, label, __version__)
+    _log.info("%s: opened %s in %.3g s with %s, core %s: %s", *told, abilities(backend.capabilities))
     return backend
 
 
 def _openers(name: str, options: dict[str, Any]) -> list[Opener]:
-    """Take the options of openers out of `options`, and return these openers.
-
-    Raises:
-        BackendNotInstalledError: nothing that is installed takes such an option.
-    """
+    """Take the options of openers out of `options`, and return these openers. Refuse a missing one."""
     points = {point.name: point for point in metadata.entry_points(group=OPENERS)}
     found = {option for option in options if option in points or option in _KNOWN}
     for option in [option for option in found if options[option] is None or options[option] is False]:
@@ -171,12 +151,15 @@ def _openers(name: str, options: dict[str, Any]) -> list[Opener]:
 def _not_a_name(given: Any) -> CoreLMError:
     if isinstance(given, Backend):
         return invalid("name", f"expected the name of a backend to open, got {given!r}, which is open already; use it")
-    kind, call = f"a {type(given).__name__}", "get_backend('transformers', model, tokenizer=tokenizer)"
-    if isinstance(given, os.PathLike):
-        call = f"get_backend('transformers', {os.fspath(given)!r})"
-    elif not isinstance(given, nn.Module):
-        call, kind = "get_backend('transformers', 'PATH')", "None" if given is None else kind
+    kind, call = kind_and_call(given)
     return invalid("name", f"expected the name of a backend, got {kind}; call {call}")
+
+
+def kind_and_call(given: Any) -> tuple[str, str]:
+    """Return what was given instead of a backend or its name, and the call that opens one, for a message."""
+    path = repr(os.fspath(given)) if isinstance(given, os.PathLike) else "'PATH'"
+    model = "model, tokenizer=tokenizer" if isinstance(given, nn.Module) else path
+    return "None" if given is None else f"a {type(given).__name__}", f"get_backend('transformers', {model})"
 
 
 def _model_name(model: Any, options: Mapping[str, Any]) -> str:

@@ -329,7 +329,6 @@ def rows_of_ids(ids: Any, field: str, engine: OpenEngine | None = None, *, copy:
     Args:
         ids: a `Ragged`; a list or Series of lists, tensors or arrays; an integer tensor or array ``[rows,
             time]``; or a nested tensor, which has one row per sequence.
-        field: the argument's name, for errors.
         engine: its pads are refused in a tensor or array, which has no mask here; None looks for no pads.
         copy: whether the rows must not share memory with `ids`, which the caller may write to while a request waits.
     """
@@ -629,12 +628,8 @@ def generation_mode(
 ) -> Literal["none", "raw", "processed"]:
     """Return the mode to request from the engine: `wanted`, or the other one if both give the same numbers.
 
-    Args:
-        with_support: whether the ids that truncation had left are returned as well, so that one kind of log-prob can be
-            computed from the other.
-
-    Raises:
-        CapabilityError: the engine has no mode for these parameters.
+    With `with_support`, the ids that truncation had left are returned as well, so that one kind of log-prob can
+    be computed from the other.
     """
     if not isinstance(wanted, str) or wanted not in ("none", "raw", "processed"):
         one_of("logprobs", wanted, ("none", "raw", "processed"))

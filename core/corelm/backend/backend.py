@@ -22,23 +22,10 @@ from corelm.backend.given_weights import NewAdapter, NewWeights, checked_name, s
 from corelm.backend.skipping import OnError
 from corelm.backend.streams import AnswerStream, AsyncAnswerStream
 from corelm.errors import CoreLMError, EngineError, brief
+from corelm.spec import records
 from corelm.spec.answer_text import decoded
 from corelm.spec.provenance import Adapter, Provenance, VersionRuns
-from corelm.spec.records import (
-    SLEEP_LEVELS,
-    SLEEP_TAGS,
-    WHENS,
-    WHENS_OF_ADAPTERS,
-    WHENS_OF_SLEEP,
-    ContainerRequest,
-    GenerateResult,
-    ScoreResult,
-    SleepRequest,
-    TokenizeRequest,
-    TokenizeResult,
-    WeightUpdate,
-    When,
-)
+from corelm.spec.records import GenerateResult, ScoreResult, TokenizeRequest, TokenizeResult, WeightUpdate, When
 from corelm.spec.sampling import SamplingParams
 from corelm.tensors.modes import in_caller_modes
 from corelm.validate import checks_names, did_you_mean, invalid, is_bool, one_of, shown
@@ -348,7 +335,7 @@ class Backend:
         """Start `score_logprobs`, with the same arguments, and return its future; see `submit_generate`."""
         return self.submit(prepare_scoring(self.engine, sequences, **options), block=True)
 
-    def to_containers(self, request: ContainerRequest) -> TensorDict:
+    def to_containers(self, request: records.ContainerRequest) -> TensorDict:
         """Wrap a batch of rows as TensorClasses in a TensorDict."""
         containers: TensorDict = self.engine.convert("to_containers", request)
         return containers
@@ -448,7 +435,7 @@ class Backend:
             EngineError: loading failed, or an iterator did half-way. As after an interrupt, weights may be partly new:
                 `weight_version` and the tokens that follow get a label that none had before, until an update succeeds.
         """
-        one_of("when", when, WHENS)
+        one_of("when", when, records.WHENS)
         engine = self.engine
         engine.require("update_weights", "its weights cannot be changed")
         if when == "now":
@@ -515,7 +502,7 @@ class Backend:
             EngineError: loading failed. The adapter gets a version that none had before, until it is loaded again.
         """
         name = checked_name(name)
-        one_of("when", when, WHENS_OF_ADAPTERS)
+        one_of("when", when, records.WHENS_OF_ADAPTERS)
         why = "it runs its base weights only; its README says which options make it take adapters"
         self.engine.require("adapters", why)
         last = self.engine.weights.state.adapters.get(name)
@@ -558,14 +545,14 @@ class Backend:
         if engine.entered:
             why = "it cannot sleep in the middle of a call, which would go on without its memory"
             raise EngineError(f"backend {engine.name!r}: {why}; call sleep outside other calls", usable=True)
-        one_of("when", when, WHENS_OF_SLEEP)
-        if is_bool(level) or level not in SLEEP_LEVELS:
+        one_of("when", when, records.WHENS_OF_SLEEP)
+        if is_bool(level) or level not in records.SLEEP_LEVELS:
             what = "expected 1, which keeps the weights outside the accelerator, or 2, which drops them"
             raise invalid("level", f"{what}; got {shown(level)}")
         if level not in levels:
             able = " and ".join(map(str, sorted(levels)))
             raise invalid("level", f"this engine, as it was opened, sleeps at level {able} only")
-        self._in_turn(partial(engine.weights.sleep, SleepRequest(level=int(level), when=when)), when)
+        self._in_turn(partial(engine.weights.sleep, records.SleepRequest(level=int(level), when=when)), when)
 
     def wake(self, tags: str | Iterable[str] | None = None) -> None:
         """Wake what sleeps of the engine; nothing happens to what does not.
@@ -591,14 +578,14 @@ class Backend:
             EngineError: the engine failed. It counts as asleep, and `wake` can be called again. If it failed
                 when the listener looked, it is awake, and rows get a label as above, until an update succeeds.
         """
-        named = SLEEP_TAGS if tags is None else [tags] if isinstance(tags, str) else tags
-        named = [*named] if isinstance(named, Iterable) else []
+        named = records.SLEEP_TAGS if tags is None else [tags] if isinstance(tags, str) else tags
+        named, parts = [*named] if isinstance(named, Iterable) else [], ", ".join(records.SLEEP_TAGS)
         for tag in named:
-            if tag not in SLEEP_TAGS:
-                guess = did_you_mean(tag, SLEEP_TAGS)
-                raise invalid("tags", f"unknown part {shown(tag)}{guess}; known: {', '.join(SLEEP_TAGS)}")
+            if tag not in records.SLEEP_TAGS:
+                guess = did_you_mean(tag, records.SLEEP_TAGS)
+                raise invalid("tags", f"unknown part {shown(tag)}{guess}; known: {parts}")
         if not named:
-            raise invalid("tags", f"expected None for all, or a list out of {', '.join(SLEEP_TAGS)}; got {shown(tags)}")
+            raise invalid("tags", f"expected None for all, or a list out of {parts}; got {shown(tags)}")
         self.engine.weights.wake(frozenset(named))
 
     def health(self) -> bool:

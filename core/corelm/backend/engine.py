@@ -298,10 +298,9 @@ class OpenEngine:
         return hook in self.hooks
 
     def require(self, capability: str, why: str) -> None:
-        """Raise a `CapabilityError` if the engine did not declare a capability. The plugin's `reasons` may say why.
+        """Raise a `CapabilityError` if the engine did not declare a capability.
 
-        Args:
-            why: why a call needs it, or what the caller can do without it, if they do not.
+        `why` says what it is needed for, or what to do without it, unless the plugin's `reasons` do.
         """
         if not getattr(self.capabilities, capability):
             why = getattr(self.plugin, "reasons", {}).get(capability, why)
@@ -428,9 +427,7 @@ class OpenEngine:
     def alone(self, function: Callable[[], T], hook: str = "", when: records.When = "drain") -> T:
         """Return what the function returns. It is called while no call is in the engine, and calls hooks with `ask`.
 
-        Args:
-            hook: the one that it is about.
-            when: `abort` ends the answers in the engine; with `now`, they go on.
+        With ``when="abort"`` the answers in the engine are ended; with "now" they go on.
         """
         self.require_open()
         turn = self.lock.nested(Turn(True, hook, concurrent_with=GO_ON if when == "now" else frozenset()))
@@ -460,8 +457,7 @@ class OpenEngine:
     def convert(self, hook: Literal["tokenize", "to_containers"], request: Any, own: Hook | None = None) -> Any:
         """Return what one of these hooks makes of a request. Core's own are plain functions, and take no turn.
 
-        Args:
-            own: what core's `to_containers` calls, if the caller has imported it. It is used where nothing wraps that.
+        `own` is what core's `to_containers` calls, if the caller has imported it.
         """
         around = self._supervised or torch.is_inference_mode_enabled() or logger.isEnabledFor(logging.INFO)
         if around or hook not in self.own:
@@ -714,11 +710,7 @@ _open: weakref.WeakSet[OpenEngine] = weakref.WeakSet()
 
 
 def end_calls(engines: Iterable[OpenEngine], end: float) -> bool:
-    """Refuse later calls to these engines, and abort the calls in them until all have ended, or `end` has come.
-
-    Returns:
-        Whether all have ended.
-    """
+    """Refuse later calls to these engines, and abort those in them until `end`. Return whether all ended."""
     # All are told to end before one is waited for.
     while engines := [engine for engine in engines if not engine.end_calls()]:
         if time.monotonic() >= end:

@@ -26,8 +26,6 @@ class Call:
     """A call of a hook: its request, and how its result becomes the caller's.
 
     Attributes:
-        hook: the hook's name.
-        request: its request.
         rows: number of rows. No engine is asked for a call without rows.
         callers: how many users' calls it serves.
         origins: these calls, if the engine has wrappers, which measure them.
@@ -213,11 +211,7 @@ class Delivery:
     def compare(self, batch: GenerateResult, fail: Callable[[str], EngineError]) -> None:
         """Fail if a chunk was wrong, or those of a row, joined, are not that row of the result, or its beginning.
 
-        A row that failed has no answer to compare its chunks with.
-
-        Raises:
-            EngineError: they differ, or a chunk was wrong.
-            InvalidRequestError: the listener has failed.
+        A row that failed has no answer to compare with. A listener that has failed is its caller's error.
         """
         self._require_listener()
         if self._fault:
@@ -238,11 +232,7 @@ class Delivery:
                 raise fail(f"row {row}: finish reason {self._reasons[row]!r} in on_tokens, {reason!r} in the result")
 
     def complete(self, batch: GenerateResult) -> None:
-        """Send the caller the tokens and finish reasons that the engine did not stream.
-
-        Raises:
-            InvalidRequestError: the listener has failed.
-        """
+        """Send the caller the tokens and finish reasons that the engine did not stream."""
         told = {row: (len(self._ids[at]), self._reasons[at]) for at, row in enumerate(self._rows)}
         logprobs = None if batch.logprobs is None else batch.logprobs.tolist()
         with self._lock:

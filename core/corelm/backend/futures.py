@@ -146,11 +146,7 @@ class Aborts:
         self.thread: threading.Thread | None = None
 
     def add(self, names: Iterable[str], under_way: Callable[[], bool]) -> None:
-        """End the requests with these names, soon and on another thread.
-
-        Args:
-            under_way: returns whether their call has not ended yet.
-        """
+        """End the requests with these names, soon, on another thread, as long as their call is `under_way`."""
         names = tuple(names)
         _log.info("%s: aborting %d requests", self._name, len(names))
         with self._lock:

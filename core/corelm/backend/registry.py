@@ -126,16 +126,9 @@ def allow_list() -> frozenset[str] | None:
 
 
 def load_backend(name: str) -> tuple[type[Any], BackendInfo]:
-    """Import the plugin class with that name and check that it fits this hook specification.
+    """Import the plugin class with that name, not its engine, and check that it fits the hook specification.
 
-    The plugin's engine is not imported.
-
-    Raises:
-        BackendNotFoundError: no installed and allowed backend has the name.
-        BackendNotInstalledError: the name is one of core's extras, and the extra is not installed.
-        BackendConflictError: several distributions claim the name.
-        BackendImportError: the plugin's module failed to import; its exception is the cause.
-        BackendIncompatibleError: the plugin was written for another hook specification, or lacks a required hook.
+    Errors are those of `get_backend`.
     """
     found = scan()
     claims = [info for info in found.backends if info.name == name]
@@ -166,10 +159,7 @@ def load_backend(name: str) -> tuple[type[Any], BackendInfo]:
 def open_plugin(name: str, model: Any, options: Mapping[str, Any]) -> tuple[Any, BackendInfo]:
     """Import the plugin with that name and have it open an engine. Return it, and the backend's metadata.
 
-    Raises:
-        CoreLMError: see `load_backend`, or the plugin's own.
-        InvalidRequestError: its ``open`` does not accept an option; `field` names it, and the message the nearest.
-        EngineError: the engine did not open; its own error is the cause.
+    Errors are those of `get_backend`, and the plugin's own.
     """
     plugin, info = load_backend(name)
     signature = inspect.signature(plugin.open)

@@ -26,9 +26,7 @@ B = TypeVar("B", GenerateResult, ScoreResult)
 class ServedRows:
     """The rows of a batch that are served, and where their results go back among the rows that are skipped.
 
-    Attributes:
-        index: int64, ascending: the numbers of the served rows.
-        total: number of rows, served and skipped.
+    `index` are their numbers, int64 and ascending; `total` is the number of all rows.
     """
 
     index: Tensor
@@ -107,11 +105,7 @@ def spread(batch: B, served: Tensor, lengths: Tensor, problems: Mapping[int, str
     """Put the `served` rows of a result back among those that were skipped, which get a message in `errors`.
 
     A skipped answer is empty and has the finish reason `error`. Nothing of a skipped sequence is scored.
-
-    Args:
-        lengths: int64[rows]: how many tokens each row of the whole result has.
-        problems: the rows that were skipped, and why.
-        version: the label of the weights in force.
+    `lengths`, int64[rows], are those of all rows, and `version` is the label of the weights in force.
     """
     fillers = {"finish_reasons": "error", "texts": "", "weight_versions": version, "version_runs": ((version, 0),)}
     total, rows = int(lengths.sum()), ServedRows(served, len(lengths))

@@ -64,9 +64,7 @@ class WeightsListener(Protocol):
         """Prepare for new weights. What this raises ends the update before it began."""
 
     def after_update(self, update: records.WeightUpdate) -> None:
-        """Look at the engine, which has loaded the weights of `update`. If it does not answer as these should, raise an
-        `EngineError`: they get a label that none had before.
-        """
+        """Look at the engine with new weights. An `EngineError` gives them a label that none had before."""
 
     def awake(self) -> None:
         """Look at the engine, which has slept and has the weights of before. Errors are those of `after_update`."""

@@ -218,12 +218,9 @@ class Dispatcher:
     def stop(self, *, flush: bool, final: bool, grace: float = GRACE_PERIOD) -> bool:
         """Answer or refuse the waiting requests and end the threads. Return whether all have ended. A fork ends none.
 
-        Args:
-            flush: True answers them. False refuses them and aborts the requests in the engine if it can
-                abort; another engine finishes them.
-            final: True refuses later requests, and without `flush` fails those still in the engine after `grace`
-                seconds. False starts new threads for later requests, and ends none while there are such requests.
-            grace: seconds to wait in all for calls that no caller waits for. Their threads then end with them.
+        See `DynamicBatcher.close` for `flush`. With `final`, later requests are refused. Without, they get new
+        threads, and none ends while there are such requests. Calls that no caller waits for get `grace` seconds
+        in all, and their threads then end with them.
         """
         stopped = self.begin_stop(flush=flush, final=final)
         if self.engine.elsewhere or self.mine:

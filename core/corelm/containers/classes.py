@@ -64,20 +64,9 @@ NO_ID = dict.fromkeys((SETS, "top_ids"), -1)
 EXPLAINING = frozenset({"padded", "scored_mask", "provenance", SETS, COUNTS})
 
 
-class _Field:
-    """A field of a container, read with a function. tensordict handles the setting of fields.
-
-    A descriptor and not a case of `__getattr__`, because tensordict 0.15 gives every field a descriptor of
-    its own, and Python asks those first.
-    """
-
-    def __init__(self, name: str, reader: Reader) -> None:
-        self._name, self._reader = name, reader
-
-    def __get__(self, container: Any, owner: type | None = None) -> Any:
-        if container is None:
-            raise AttributeError(f"{self._name!r} is a field of instances of {owner}, not of the class")
-        return self._reader(container, self._name)
+def _field(reader: Reader, name: str) -> property:
+    # tensordict handles the setting of fields. It gives each a descriptor, which this replaces.
+    return property(lambda container: reader(container, name))
 
 
 def field_readers(default: Reader, **readers: Reader) -> Callable[[K], K]:
@@ -88,7 +77,7 @@ def field_readers(default: Reader, **readers: Reader) -> Callable[[K], K]:
     """
 
     def decorate(cls: Any) -> Any:
-        by_name = {name: readers.get(name, default) for name in cls.__dataclass_fields__}
+        by_name: dict[str, Any] = {name: readers.get(name, default) for name in cls.__dataclass_fields__}
         # tensordict writes its own versions into every TensorClass once the class body is done, so these come after.
         make, get_item, set_field, select_fields = cls.__init__, cls.__getitem__, cls.set, cls._select
         get_other = cls.__getattr__
@@ -138,7 +127,7 @@ def field_readers(default: Reader, **readers: Reader) -> Callable[[K], K]:
         # A TensorDict that selects ("tokens", "full") calls `_select` of its Tokens.
         cls.select = cls._select = select
         for name, reader in by_name.items():
-            setattr(cls, name, _Field(name, reader))
+            setattr(cls, name, _field(reader, name))
         return cls
 
     return decorate
@@ -611,15 +600,9 @@ def container_of_rows(
     given: Mapping[str, Any],
     objects: Mapping[str, Any] | None = None,
 ) -> C:
-    """Return a container that is not padded, from the rows of its fields.
+    """Return a container that is not padded, from the rows `given` for its fields; None stands for no rows.
 
-    `full` is the prompt followed by the response, if both are given.
-
-    Args:
-        cls: the class of the container.
-        dtype: of all fields, or of each by name.
-        given: what the caller passed for each field; None for nothing.
-        objects: Python objects that all rows share, by field.
+    `full` is the prompt followed by the response, if both are given. All rows share the `objects`.
     """
     fields: dict[str, Ragged] = {}
     shapes: dict[str, Shape] = {}

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 
-from corelm.containers.assemble import container, dense_columns
+from corelm.containers.assemble import container
 from corelm.containers.classes import SETS, LogProbs, Masks, PerToken, must_have_lengths, row_objects
 from corelm.containers.reading import (
     PER_TOKEN,
     Path,
+    TokenRows,
     as_per_token,
     dense_mask,
     key_parts,
@@ -23,11 +23,7 @@ from corelm.containers.reading import (
     ragged,
     scan,
 )
-from corelm.spec.records import Columns, Parts
-from corelm.tensors.ragged import Ragged
 from corelm.validate import invalid
-
-Shape = tuple[int, ...]
 
 
 def repad(
@@ -74,9 +70,9 @@ def repad(
         if not isinstance(found.get(path), PerToken):
             found[path] = containers[path] = _named(td, path, found.get(path), containers)
             held.set(path, found[path])
-    layouts = _layouts(held, containers)
+    tokens = _tokens_by_parent(held, containers)
     if per_token is None:
-        _refuse_unnamed(found, layouts, len(shape), pad_output)
+        _refuse_unnamed(found, tokens, len(shape), pad_output)
     out = TensorDict({}, batch_size=shape, device=td.device)
     for path, value in found.items():
         if isinstance(value, list):
@@ -87,10 +83,10 @@ def repad(
                 f"one value per token; else leave it out: td.exclude({name!r})",
             )
         if path in containers:
-            value = _laid_out(held, path, layouts[path[:-1]], pad_output, pad_id)
+            value = _laid_out(held, path, tokens[path[:-1]], pad_output, pad_id)
         out.set(path, value)
     if pad_output:
-        _add_masks(out, layouts, containers)
+        _add_masks(out, tokens, containers)
     return out
 
 
@@ -161,99 +157,45 @@ def _named(td: TensorDictBase, path: Path, value: Any, containers: Mapping[Path,
 # Where tokens are, and where they go ---------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Layout:
-    """The tokens of the containers that share one parent key.
-
-    Attributes:
-        lengths: int64[rows], of all tokens.
-        prompt_lengths: int64[rows]; None if rows are not split.
-        columns: the columns that the tokens get in a dense batch.
-        before: bool[rows, width], the dense attention mask that they have; None if the rows are not dense, or
-            are of different widths.
-    """
-
-    lengths: Tensor
-    prompt_lengths: Tensor | None
-    columns: Columns
-    before: Tensor | None
-
-    @classmethod
-    def of(cls, held: TensorDictBase, here: Mapping[Path, Any]) -> _Layout:
-        """Read the lengths of the rows of `here`, the containers of `held` under one parent key."""
-        lengths: dict[str, Tensor] = {}
-        before: Tensor | None = None
-        for path, value in here.items():
-            masks = masks_of(held, path)
-            for name in {"prompt", "response", "full", "all_attention_mask"} & set(value.keys()) - lengths.keys():
-                lengths[name] = ragged(held, (*path, name), masks=masks).lengths
-            if "all_response_mask" in value.keys() and "marked" not in lengths:
-                lengths["marked"] = ragged(held, (*path, "all_response_mask"), masks=masks).sums()
-            if before is None and (mask := dense_mask(value)) is not None:
-                before = mask.reshape(value.batch_size.numel(), mask.shape[-1]).cpu()
-        prompt, response = lengths.get("prompt"), lengths.get("response", lengths.get("marked"))
-        whole = lengths.get("full", lengths.get("all_attention_mask"))
-        if whole is None:
-            both = [part for part in (prompt, response) if part is not None]
-            if not both:
-                name = ".".join(next(iter(here)))
-                raise invalid(name, "it has no field that says how long its rows are")
-            whole = torch.stack(both).sum(0)
-        if prompt is None and response is not None:
-            prompt = whole - response
-        parts: Parts[Ragged] = Parts(None, None, _marks(whole))
-        if prompt is not None:
-            parts = Parts(_marks(prompt), _marks(whole - prompt), parts.full)
-        return cls(lengths=whole, prompt_lengths=prompt, columns=dense_columns(parts), before=before)
-
-    def lengths_of(self, name: str) -> Tensor:
-        if self.prompt_lengths is None or name not in ("prompt", "response"):
-            return self.lengths
-        return self.prompt_lengths if name == "prompt" else self.lengths - self.prompt_lengths
-
-
-def _layouts(held: TensorDictBase, containers: Mapping[Path, Any]) -> dict[Path, _Layout]:
-    """Return the layout under every parent key that holds containers with one value per token."""
-    layouts: dict[Path, _Layout] = {}
+def _tokens_by_parent(held: TensorDictBase, containers: Mapping[Path, Any]) -> dict[Path, TokenRows]:
+    """Return the tokens under every parent key that holds containers with one value per token."""
+    found: dict[Path, TokenRows] = {}
     for parent in sorted({path[:-1] for path in containers}, key=len):
-        made = _Layout.of(held, {path: value for path, value in containers.items() if path[:-1] == parent})
-        root = layouts.get(())
+        paths = [path for path in containers if path[:-1] == parent]
+        made, root = TokenRows(held, paths, masks_of(held, paths[0])), found.get(())
         if root is not None and torch.equal(root.lengths, made.lengths):
             # Numbers under `next` belong to the tokens at the root.
-            before = made.before if made.before is not None else root.before
-            made = replace(root if made.prompt_lengths is None else made, before=before)
-        layouts[parent] = made
-    return layouts
+            made = TokenRows(held, [*paths, *root.paths], made.masks)
+        found[parent] = made
+    return found
 
 
-def _laid_out(held: TensorDictBase, path: Path, layout: _Layout, pad_output: bool, pad_id: int) -> Any:
+def _laid_out(held: TensorDictBase, path: Path, tokens: TokenRows, pad_output: bool, pad_id: int) -> Any:
     """Return the container at `path` in the layout asked for. A dense `PerToken` is returned as a plain tensor."""
-    given, shape, masks = held.get(path), tuple(held.batch_size), masks_of(held, path)
+    given, start = held.get(path), tokens.prompt_lengths
+    wanted = {} if start is None else {"prompt": start, "response": tokens.lengths - start}
     fields: dict[str, Any] = {}
     for name in given.keys():
         if name not in ("padded", "provenance"):
-            fields[name] = values = ragged(held, (*path, name), masks=masks)
+            fields[name] = values = ragged(held, (*path, name), masks=tokens.masks)
             if pad_output and name != SETS:
-                must_have_lengths(values.lengths, layout.lengths_of(name), ".".join((*path, name)))
+                must_have_lengths(values.lengths, wanted.get(name, tokens.lengths), ".".join((*path, name)))
     labels = row_objects(given._tensordict, "provenance") if isinstance(given, LogProbs) else []
     if any(labels):
         fields["provenance"] = labels
-    made = container(type(given), fields, shape, columns=layout.columns if pad_output else None, pad_id=pad_id)
+    columns = tokens.narrowest if pad_output else None
+    made = container(type(given), fields, tuple(held.batch_size), columns=columns, pad_id=pad_id)
     return made.full if isinstance(made, PerToken) and pad_output else made
 
 
-def _marks(lengths: Tensor) -> Ragged:
-    return Ragged.full(lengths, True, torch.bool)
-
-
-def _refuse_unnamed(found: Mapping[Path, Any], layouts: Mapping[Path, _Layout], dims: int, pad_output: bool) -> None:
+def _refuse_unnamed(found: Mapping[Path, Any], tokens: Mapping[Path, TokenRows], dims: int, pad_output: bool) -> None:
     """Refuse plain tensors that may belong to the tokens and would no longer line up with them."""
     for path, value in found.items():
-        layout = layouts.get(path[:-1], layouts.get(()))
-        if layout is None or layout.before is None or not isinstance(value, Tensor) or value.ndim <= dims:
+        rows = tokens.get(path[:-1], tokens.get(()))
+        if rows is None or rows.mask is None or not isinstance(value, Tensor) or value.ndim <= dims:
             continue
-        stays = pad_output and torch.equal(layout.before, layout.columns.mask)
-        if value.shape[dims] == layout.before.shape[-1] > 1 and not stays:
+        stays = pad_output and torch.equal(rows.mask.cpu(), rows.narrowest.mask)
+        if value.shape[dims] == rows.mask.shape[-1] > 1 and not stays:
             name = ".".join(path)
             raise invalid(
                 name,
@@ -262,20 +204,17 @@ def _refuse_unnamed(found: Mapping[Path, Any], layouts: Mapping[Path, _Layout], 
             )
 
 
-def _add_masks(out: TensorDict, layouts: Mapping[Path, _Layout], containers: Mapping[Path, Any]) -> None:
+def _add_masks(out: TensorDict, tokens: Mapping[Path, TokenRows], containers: Mapping[Path, Any]) -> None:
     """Add masks that tell tokens from pads, and the responses from the prompts, where there are none."""
     masked = {path[:-1] for path, value in containers.items() if isinstance(value, Masks)}
-    shape = tuple(out.batch_size)
-    for parent, layout in layouts.items():
+    for parent, rows in tokens.items():
         if masked & {parent, ()} or (*parent, "masks") in out.keys(include_nested=True):
             continue
-        first = out.get(next(path for path in containers if path[:-1] == parent))
+        first = out.get(rows.paths[0])
         given = [first] if isinstance(first, Tensor) else first._tensordict.values()
         device = next(value.device for value in given if isinstance(value, Tensor))
-        full = _marks(layout.lengths).to(device)
-        fields = {"all_attention_mask": full}
-        if layout.prompt_lengths is not None:
-            answered = full.positions >= layout.prompt_lengths[full.row_index]
-            fields["all_response_mask"] = full.with_values(answered.to(device))
-        out.set((*parent, "masks"), container(Masks, fields, shape, columns=layout.columns))
+        fields = {"all_attention_mask": rows.everywhere.to(device)}
+        if rows.prompt_lengths is not None:
+            fields["all_response_mask"] = rows.ragged(rows.in_response.to(device))
+        out.set((*parent, "masks"), container(Masks, fields, tuple(out.batch_size), columns=rows.narrowest))
         masked.add(parent)

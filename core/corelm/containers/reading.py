@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from tensordict import (
 )
 from torch import Tensor
 
+from corelm.containers.assemble import container, dense_columns
 from corelm.containers.classes import (
     COUNTS,
     SETS,
@@ -37,8 +40,9 @@ from corelm.containers.classes import (
     rows,
 )
 from corelm.containers.history import ChatHistory, History
-from corelm.errors import InvalidRequestError, MissingKeyError, refuse
+from corelm.errors import InvalidRequestError, MissingKeyError, Problems, refuse
 from corelm.spec.provenance import Provenance
+from corelm.spec.records import Columns, Parts
 from corelm.tensors.lazy_rows import flat_source
 from corelm.tensors.ragged import Ragged, as_mask, is_integer
 from corelm.tensors.token_sets import TokenSets
@@ -91,9 +95,6 @@ def find_entry(td: TensorDictBase, key: NestedKey, first: TensorDictBase | None 
 
     `first` is searched first, if given, then ``next``, then the root: a policy writes its log-probs before
     the step, an environment writes its rewards after it.
-
-    Raises:
-        MissingKeyError: none of them has the key.
     """
     for holder in (first, next_or_root(td), td):
         if holder is not None and key in holder.keys(include_nested=True):
@@ -229,7 +230,7 @@ def entries(td: TensorDictBase, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     Tensors of different shapes, which only a lazy stack of rows can hold, are yielded as one list in C order.
     """
     for name in td.keys():
-        value = _entry(td, name)
+        value = entry(td, name)
         if isinstance(value, CONTAINERS) or is_non_tensor(value):
             yield (*path, name), value
         elif isinstance(value, TensorDictBase) or is_tensorclass(value):
@@ -287,7 +288,14 @@ def dense_mask(masks: Any) -> Tensor | None:
     return None
 
 
-def _entry(td: TensorDictBase, name: str) -> Any:
+def is_dense(container: Any) -> bool:
+    """Return whether all rows are dense. Those of different widths are read row by row."""
+    with suppress(InvalidRequestError):
+        return container.padded is True
+    return False
+
+
+def entry(td: TensorDictBase, name: NestedKey) -> Any:
     """Return one entry; rows whose tensors do not form one tensor as a list, in C order."""
     try:
         return td.get(name)
@@ -309,7 +317,7 @@ def masks_of(td: TensorDictBase, path: Path) -> Path:
     """Return the path of the `Masks` that belong to the container at `path`: next to it, else at the root."""
     for parent in dict.fromkeys((path[:-1], ())):
         holder = td.get(parent, None) if parent else td
-        found = [] if holder is None else [name for name in holder.keys() if isinstance(_entry(holder, name), Masks)]
+        found = [] if holder is None else [name for name in holder.keys() if isinstance(entry(holder, name), Masks)]
         if found:
             return (*parent, "masks" if "masks" in found else found[0])
     return (*path[:-1], "masks")
@@ -318,73 +326,180 @@ def masks_of(td: TensorDictBase, path: Path) -> Path:
 # Tokens and what belongs to them -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class TokenColumns:
-    """The tokens of a TensorDict and everything in it that has one value a token, without pads.
+@dataclass(frozen=True, eq=False)
+class TokenRows:
+    """The tokens that containers have values of: how long rows are, and where they are in dense tensors.
+
+    Values are read as flat rows without pads, in C order, and stored like the tokens.
 
     Attributes:
-        ids: one row a sample, in C order: the prompt followed by the response.
-        prompt_lengths: int64[rows]; None if rows are not split.
-        assistant: bool, as long as `ids`; None if that is not known.
-        log_probs: by key, the values and whether each is scored; both as long as `ids`.
-        numbers: by key, the values of each `PerToken`; as long as `ids`.
+        td: holds the containers. It may have fewer batch dimensions than these.
+        paths: where they are. Of a field that several have, that of the first one counts.
+        masks: the key of the `Masks` that tell tokens from pads in dense tensors.
     """
 
-    ids: Ragged
-    prompt_lengths: Tensor | None
-    assistant: Ragged | None = None
-    log_probs: dict[str, tuple[Ragged, Ragged]] = field(default_factory=dict)
-    numbers: dict[str, Ragged] = field(default_factory=dict)
+    td: TensorDictBase
+    paths: Sequence[Path]
+    masks: NestedKey
 
     @classmethod
-    def of(cls, td: TensorDictBase) -> TokenColumns | None:
-        """Read the `Tokens` of `td`, and the containers next to them. None if `td` has no `Tokens`."""
+    def of(cls, td: TensorDictBase) -> TokenRows | None:
+        """Return the `Tokens` of `td` and the containers next to them. None if `td` has no `Tokens`."""
         found, held = scan(td)
-        paths = [path for path, value in found.items() if isinstance(value, Tokens)]
-        if not paths:
+        tokens = [path for path, value in found.items() if isinstance(value, Tokens)]
+        if not tokens:
             return None
-        path = ("tokens",) if ("tokens",) in paths else paths[0]
-        ids, prompt_lengths = token_ids(held, path)
-        made, assistant = cls(ids=ids, prompt_lengths=prompt_lengths), None
-        for other, value in found.items():
-            if other[:-1] != path[:-1]:
-                continue
-            name = ".".join(other)
-            if isinstance(value, Masks) and "all_assistant_mask" in value.keys():
-                assistant = made._aligned(held, (*other, "all_assistant_mask"))
-            elif isinstance(value, PerToken):
-                made.numbers[name] = made._aligned(held, (*other, "full"))
-            elif isinstance(value, LogProbs):
-                values = made._aligned(held, (*other, "full" if "full" in value.keys() else "response"))
-                made.log_probs[name] = values, made._scored(held, other, values)
-        return replace(made, assistant=assistant)
+        path = ("tokens",) if ("tokens",) in tokens else tokens[0]
+        others = [other for other, value in found.items() if other[:-1] == path[:-1] and isinstance(value, PER_TOKEN)]
+        return cls(held, [*dict.fromkeys([path, *others])], masks_of(held, path))
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.td.get(self.paths[0]).batch_size)
+
+    def paths_of(self, kind: type) -> list[Path]:
+        return [path for path in self.paths if isinstance(self.td.get(path), kind)]
+
+    @cached_property
+    def mask(self) -> Tensor | None:
+        """bool[rows, width]: where tokens are in dense tensors. None for rows, and for several widths."""
+        mask = dense_mask(self.td.get(self.masks, None)) if is_dense(self.td.get(self.paths[0])) else None
+        if mask is None or tuple(mask.shape[:-1]) != self.shape:
+            return None
+        return as_mask(mask, str(self.masks)).reshape(math.prod(self.shape), mask.shape[-1])
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        """int64[rows], on the CPU: the number of tokens in each row."""
+        if self.mask is not None:
+            return self.mask.sum(-1).cpu()
+        for whole in (("full",), ("all_attention_mask",), ("scored_mask",), ("prompt", "response")):
+            if parts := [part.lengths for name in whole if (part := self._field(name)) is not None]:
+                return torch.stack(parts).sum(0)
+        raise invalid(".".join(self.paths[0]), "it has no field that says how long its rows are")
+
+    @cached_property
+    def prompt_lengths(self) -> Tensor | None:
+        """int64[rows]; None if rows are not split."""
+        if (prompt := self._field("prompt")) is not None:
+            return prompt.lengths
+        if (response := self._field("response")) is not None:
+            return self.lengths - response.lengths
+        marks = self._field("all_response_mask")
+        return None if marks is None else self.lengths - marks.sums()
+
+    @cached_property
+    def everywhere(self) -> Ragged:
+        """bool: True at every token."""
+        return Ragged.full(self.lengths, True, torch.bool)
+
+    @property
     def in_response(self) -> Tensor:
-        """bool, like the values of `ids`: True after the prompt."""
+        """bool[total]: True after the prompt."""
         assert self.prompt_lengths is not None
-        return self.ids.positions >= self.prompt_lengths[self.ids.row_index]
+        return self.everywhere.positions >= self.prompt_lengths[self.everywhere.row_index]
 
-    def _aligned(self, td: TensorDictBase, key: Path) -> Ragged:
-        """Return a field as rows as long as `ids`; a response alone is filled up with zeros in front."""
-        values = ragged(td, key, masks=masks_of(td, key[:-1])).to("cpu")
-        if key[-1] == "response" and self.prompt_lengths is not None:
-            values = Ragged.full(self.prompt_lengths, 0, values.values.dtype).join(values)
-        must_have_lengths(values.lengths, self.ids.lengths, ".".join(key))
+    @cached_property
+    def narrowest(self) -> Columns:
+        """Where ``pad_output=True`` puts the tokens."""
+        full, start = self.everywhere, self.prompt_lengths
+        prompt, response = (None, None) if start is None else (full.slice(stop=start), full.slice(start))
+        return dense_columns(Parts(prompt, response, full))
+
+    @property
+    def columns(self) -> Columns:
+        """Where the tokens are in dense tensors, or would be with ``pad_output=True``."""
+        return self.narrowest if self.mask is None else Columns(self.mask, None)
+
+    # Reading ---------------------------------------------------------------------------------------------------------
+
+    def _field(self, name: str) -> Ragged | None:
+        path = next((path for path in self.paths if name in self.td.get(path).keys()), None)
+        return None if path is None else ragged(self.td, (*path, name), masks=self.masks)
+
+    def ids(self) -> tuple[Ragged, Tensor | None]:
+        """Return the ids of the `Tokens`, which come first, on the CPU, and `prompt_lengths` if they are split."""
+        ids, start = token_ids(self.td, self.paths[0], self.masks)
+        must_have_lengths(ids.lengths, self.lengths, ".".join(self.paths[0]))
+        return ids, start
+
+    def read(self, key: NestedKey) -> Ragged:
+        """Return a field of a container as rows as long as the tokens; a response has zeros in front."""
+        *path, name = key_parts(key)
+        if self.mask is not None and name not in ("prompt", "response"):
+            return self.ragged(self.flat(getattr(self.td.get(tuple(path)), name), key))
+        values = ragged(self.td, key, masks=self.masks)
+        if name == "response" and self.prompt_lengths is not None:
+            before = Ragged.full(self.prompt_lengths, 0, values.values.dtype)
+            values = before.to(values.values.device).join(values)
+        must_have_lengths(values.lengths, self.lengths, str(key))
         return values
 
-    def _scored(self, td: TensorDictBase, path: Path, values: Ragged) -> Ragged:
-        """Return which of the log-probs at `path` mean something. Without a `scored_mask`, all of them do."""
-        container = td.get(path)
-        if "scored_mask" in container.keys():
-            return self._aligned(td, (*path, "scored_mask"))
-        if "full" in container.keys() or self.prompt_lengths is None:
-            return values.with_values(torch.ones_like(values.values, dtype=torch.bool))
-        return values.with_values(self.in_response())
+    def flat(self, dense: Any, key: NestedKey) -> Tensor:
+        """Return the tokens of a dense tensor ``[*batch, width]``, for `WIDE` fields ``[*batch, width, k]``, flat."""
+        mask, wide = self.columns.mask, key_parts(key)[-1] in WIDE
+        wanted = (*self.shape, mask.shape[-1])
+        shape = tuple(dense.shape) if isinstance(dense, Tensor) else None
+        if shape is None or (shape[:-1] if wide else shape) != wanted:
+            expected = f"shape {[*wanted, 'k'] if wide else [*wanted]}, as wide as the masks"
+            found = "no dense tensor" if shape is None else list(shape)
+            raise InvalidRequestError(f"{key}: expected {expected}; got {found}", field=str(key))
+        return dense.reshape(*mask.shape, *shape[len(wanted) :])[mask.to(dense.device)]
+
+    def log_probs(self, path: Path) -> tuple[Ragged, Ragged]:
+        """Return the values of a `LogProbs`, and which mean something: all without a `scored_mask`."""
+        names = self.td.get(path).keys()
+        alone = "full" not in names and "response" in names
+        values = self.read((*path, "response" if alone else "full"))
+        if "scored_mask" in names:
+            key = (*path, "scored_mask")
+            return values, self.ragged(as_mask(self.read(key).values, str(key)))
+        return values, self.ragged(self.in_response) if alone else self.everywhere
+
+    def assistant(self) -> Ragged | None:
+        """Return which tokens are the assistant's; None if that is not known."""
+        found = [path for path in self.paths_of(Masks) if "all_assistant_mask" in self.td.get(path).keys()]
+        return self.read((*found[-1], "all_assistant_mask")) if found else None
+
+    # Computing and storing -------------------------------------------------------------------------------------------
+
+    def ragged(self, values: Tensor) -> Ragged:
+        return Ragged(values, self.lengths)
+
+    def row_sums(self, values: Tensor) -> Tensor:
+        """Return ``[*batch]``: the sum of each row of flat values."""
+        index = self.everywhere.row_index.to(values.device)
+        return values.new_zeros(len(self.lengths)).index_add(0, index, values).reshape(self.shape)
+
+    def first(self, mask: Tensor) -> Tensor:
+        """Return int64[rows]: where `mask`, bool[total], is first True; the length of a row if nowhere."""
+        at, rows = mask.cpu(), self.everywhere
+        return self.lengths.scatter_reduce(0, rows.row_index[at], rows.positions[at], "amin")
+
+    def not_finite(self, values: Tensor, mask: Tensor, name: Any) -> Problems:
+        """Return, for each row with a NaN or an infinity where `mask` is True, the first of these `name`."""
+        values = values.detach()
+        first, starts = self.first(mask & ~torch.isfinite(values)), self.everywhere.offsets
+        return {
+            row: f"{name} is {float(values[starts[row] + first[row]])} at position {int(first[row])}"
+            for row in (first < self.lengths).nonzero().flatten().tolist()
+        }
+
+    def dense(self, values: Tensor) -> Tensor:
+        """Return flat values as ``[*batch, width]``, with 0 at pads."""
+        mask = self.columns.mask
+        return self.ragged(values).scatter(mask, 0).reshape(*self.shape, mask.shape[-1])
+
+    def stored(self, values: Tensor) -> Tensor | PerToken:
+        """Return flat values in the layout of the tokens: a dense tensor, or a `PerToken` of rows."""
+        dense = self.mask is not None
+        made = container(PerToken, {"full": self.ragged(values)}, self.shape, columns=self.columns if dense else None)
+        return made.full if dense else made
 
 
-def token_ids(td: TensorDictBase, path: Path) -> tuple[Ragged, Tensor | None]:
+def token_ids(td: TensorDictBase, path: Path, masks: NestedKey) -> tuple[Ragged, Tensor | None]:
     """Return the ids of the `Tokens` at `path`, on the CPU, and the lengths of the prompts if the rows are split."""
-    masks, names = masks_of(td, path), {"prompt", "response", "full"} & {*td.get(path).keys()}
+    names = [name for name in ("prompt", "response", "full") if name in td.get(path).keys()]
     parts = {name: ragged(td, (*path, name), masks=masks).to("cpu") for name in names}
     prompt, response, full = (parts.get(name) for name in ("prompt", "response", "full"))
     if len(parts) == 1:

@@ -17,7 +17,7 @@ from corelm.containers.history import ChatHistory, History
 from corelm.containers.reading import (
     CONTAINERS,
     Path,
-    TokenColumns,
+    TokenRows,
     about_ids,
     masks_of,
     must_have_batch,
@@ -176,7 +176,7 @@ def _messages(history: History) -> list[Any]:
 
 
 def _id_columns(held: TensorDictBase, path: Path) -> Columns:
-    ids, start = token_ids(held, path)
+    ids, start = token_ids(held, path, masks_of(held, path))
     parts = {"": ids} if start is None else {"prompt_": ids.slice(stop=start), "response_": ids.slice(start)}
     columns: Columns = {}
     for part, rows in parts.items():
@@ -186,30 +186,22 @@ def _id_columns(held: TensorDictBase, path: Path) -> Columns:
 
 
 def _log_prob_columns(held: TensorDictBase, path: Path, log_probs: LogProbs) -> Columns:
-    key, masks = ".".join(path), masks_of(held, path)
-    part = "response" if "response" in log_probs.keys() else "full"
-
-    def read(name: str) -> Ragged:
-        return ragged(held, (*path, name), masks=masks).to("cpu")
-
-    values = read(part)
-    scored = before = values.with_values(torch.ones_like(values.values, dtype=torch.bool))
-    if "scored_mask" in log_probs.keys():
-        both = read("scored_mask")
-        start = both.lengths - values.lengths
-        scored, before = both.slice(start), both.slice(stop=start)
-    numbers = _scored_only(values.tolist(), scored)
+    key, rows = ".".join(path), TokenRows(held, [path], masks_of(held, path))
+    whole, marks = rows.log_probs(path)
+    # The response is the end of all tokens.
+    start = rows.prompt_lengths if "response" in log_probs.keys() else torch.zeros_like(rows.lengths)
+    scored, before = marks.slice(start), marks.slice(stop=start)
+    numbers = _scored_only(whole.slice(start).tolist(), scored)
     columns: Columns = {key: numbers}
-    for field, rows in about_ids(held, path, masks).items():
-        # They are as long as all tokens, of which the response is the end.
-        last = [row[len(row) - len(own) :] for row, own in zip(rows.tolist(), numbers, strict=True)]
+    for field, about in about_ids(held, path, rows.masks).items():
+        last = [row[len(row) - len(own) :] for row, own in zip(about.tolist(), numbers, strict=True)]
         columns[_named(path, "log_probs", field)] = _scored_only(last, scored)
     counted = [[number for number in row if number is not None] for row in numbers]
     columns[f"{key}_sum"] = [math.fsum(row) if row else None for row in counted]
     columns[f"{key}_mean"] = [math.fsum(row) / len(row) if row else None for row in counted]
     if {"prompt", "response", "scored_mask"} <= set(log_probs.keys()) and bool(before.values.any()):
-        columns[f"{key}_prompt"] = _scored_only(read("prompt").tolist(), before)
-    labels = [{} if label is None else label.to_dict() for label in provenance_of_rows(log_probs, len(values))]
+        columns[f"{key}_prompt"] = _scored_only(whole.slice(stop=start).tolist(), before)
+    labels = [{} if label is None else label.to_dict() for label in provenance_of_rows(log_probs, len(numbers))]
     for attribute in next(filter(None, labels), {}):
         found = [_plain(label.get(attribute), key) for label in labels]
         columns[_named(path, "log_probs", attribute)] = found
@@ -261,25 +253,25 @@ def _plain(value: Any, name: str) -> Any:
 
 
 def _token_records(td: TensorDictBase, tokenizer: Any) -> list[dict[str, Any]]:
-    found = TokenColumns.of(td)
+    found = TokenRows.of(td)
     if found is None:
         raise MissingKeyError('to_records(by="token") needs tokens, and this TensorDict has none', field="tokens")
-    ids, row_of = found.ids, found.ids.row_index
-    columns: Columns = {name: [values[row] for row in row_of.tolist()] for name, values in _index(td).items()}
+    ids, start = found.ids()
+    columns: Columns = {name: [values[row] for row in ids.row_index.tolist()] for name, values in _index(td).items()}
     columns["position"] = ids.positions.tolist()
-    if found.prompt_lengths is not None:
-        columns["part"] = ["response" if after else "prompt" for after in found.in_response().tolist()]
+    if start is not None:
+        columns["part"] = ["response" if after else "prompt" for after in found.in_response.tolist()]
     columns["id"] = ids.values.tolist()
     if tokenizer is not None:
         text = {one: tokenizer.decode([one], skip_special_tokens=False) for one in dict.fromkeys(columns["id"])}
         columns["token"] = [text[one] for one in columns["id"]]
-    for key, (values, scored) in found.log_probs.items():
-        own, path = key == "log_probs", tuple(key.split("."))
+    for path in found.paths_of(LogProbs):
+        key, own, (values, scored) = ".".join(path), path == ("log_probs",), found.log_probs(path)
         columns["log_prob" if own else key] = flat(_scored_only(values.tolist(), scored))
         columns["scored" if own else f"{key}_scored"] = scored.values.tolist()
-        for name, rows in about_ids(td, path, masks_of(td, path)).items():
+        for name, rows in about_ids(found.td, path, found.masks).items():
             columns[name if own else f"{key}_{name}"] = list(chain.from_iterable(_scored_only(rows.tolist(), scored)))
-    if found.assistant is not None:
-        columns["assistant"] = found.assistant.values.tolist()
-    columns |= {key: values.values.tolist() for key, values in found.numbers.items()}
+    if (assistant := found.assistant()) is not None:
+        columns["assistant"] = assistant.values.tolist()
+    columns |= {".".join(path): found.read((*path, "full")).values.tolist() for path in found.paths_of(PerToken)}
     return _records(columns)

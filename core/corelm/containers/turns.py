@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from corelm.containers.assemble import ABOUT_IDS, assemble
 from corelm.containers.classes import SETS, LogProbs, Tokens
-from corelm.containers.reading import about_ids, key_parts, list_keys, provenance_of_rows, ragged
-from corelm.errors import InvalidRequestError, MissingKeyError, Problems, ProvenanceMismatchError, refuse, spelled_out
+from corelm.containers.reading import about_ids, key_parts, list_keys, provenance_of_rows, ragged, token_ids
+from corelm.errors import MissingKeyError, Problems, ProvenanceMismatchError, refuse, spelled_out
 from corelm.spec.provenance import Provenance, VersionRuns
 from corelm.spec.records import ContainerRequest, Parts
 from corelm.tensors.lazy_rows import non_tensors
@@ -71,24 +71,33 @@ def merge_turns(turns: Sequence[TensorDictBase], *, pad_output: bool = False, pa
         raise invalid(
             "turns", f"the turns have the batch sizes {', '.join(map(str, shapes))}; merge rows of the same turns only"
         )
-    read = [SampledRows.read(td, f"turn {number}") for number, td in enumerate(turns)]
-    for number, (earlier, later) in enumerate(pairwise(read)):
+    tokens = [sampled_tokens(td, f"turn {number}") for number, td in enumerate(turns)]
+    log_probs = [sampled_log_probs(td) for td in turns]
+    for number, (earlier, later) in enumerate(pairwise(tokens)):
         _must_continue(earlier, later, number)
-    names = _common_fields(read)
-    full, prompt_lengths = read[-1].full, read[0].prompt_lengths
+    names = _common_fields(log_probs)
+    (full, _), (_, prompt_lengths) = tokens[-1], tokens[0]
     # Where the values of each token are among those of all turns, one after another. The last place holds no value.
-    starts = [0, *accumulate(turn.full.values.shape[0] for turn in read)]
+    starts = [0, *accumulate(ids.values.shape[0] for ids, _ in tokens)]
     sampled = torch.zeros(full.values.shape, dtype=torch.bool)
     index = torch.full(full.values.shape, starts[-1])
-    for start, turn in zip(starts, read, strict=False):
-        here = full.offsets[:-1][turn.full.row_index] + turn.full.positions
-        scored = turn.answered & turn.scored
-        sampled[here] |= turn.answered
+    for start, (ids, split), found in zip(starts, tokens, log_probs, strict=False):
+        here = full.offsets[:-1][ids.row_index] + ids.positions
+        answered = scored = ids.positions >= split[ids.row_index]
+        if found:
+            scored = answered & found["scored_mask"].values
+        sampled[here] |= answered
         index[here[scored]] = start + scored.nonzero().flatten()
-    picked = {name: _picked([turn.values[name] for turn in read], index, full) for name in names}
+    picked = {name: _picked([found[name] for found in log_probs], index, full) for name in names}
     about: dict[str, Any] = {REQUEST_FIELDS[name]: values for name, values in picked.items()}
+    rows: list[tuple[SampledPart, ...]] = []
     if "full" in names:
-        about |= {"scored": full.with_values(index < starts[-1]), "provenance": _common_provenance(read)}
+        parts = [
+            map(SampledPart, provenance_of_rows(td.get("log_probs"), len(ids)), split.tolist(), ids.lengths.tolist())
+            for td, (ids, split) in zip(turns, tokens, strict=True)
+        ]
+        rows = list(zip(*parts, strict=True))
+        about |= {"scored": full.with_values(index < starts[-1]), "provenance": _common_provenance(rows)}
     request = ContainerRequest(
         batch_size=shapes[0],
         fields=frozenset({"tokens", "masks", *(["log_probs"] if "full" in names else [])}),
@@ -100,88 +109,53 @@ def merge_turns(turns: Sequence[TensorDictBase], *, pad_output: bool = False, pa
     )
     out = assemble(request)
     if "full" in names:
-        rows = zip(*(turn.provenances for turn in read), strict=True)
-        versions = [tuple("" if one is None else one.weight_version for one in row) for row in rows]
+        labels = [[part.provenance for part in row] for row in rows]
+        versions = [tuple("" if one is None else one.weight_version for one in row) for row in labels]
         out.set("weight_versions", non_tensors(versions, shapes[0]))
     device = turns[0].device
     return out if device is None else out.to(device)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class SampledRows:
-    """What one call of a policy sampled.
+def sampled_tokens(
+    td: TensorDictBase, what: str, field: str = "tokens", *, tokens: NestedKey = "tokens", masks: NestedKey = "masks"
+) -> tuple[Ragged, Tensor]:
+    """Return the ids that a policy wrote, prompts included, and int64[rows], the lengths of these.
 
-    Attributes:
-        full: the prompt and the response, on the CPU.
-        prompt_lengths: int64[rows].
-        scored: bool, like the values of `full`.
-        values: the fields of its `LogProbs` in `REQUEST_FIELDS`, as long as `full`.
-        provenances: one per row; None where it is not known.
+    Errors call `td` `what`, and name the `field`.
     """
-
-    full: Ragged
-    prompt_lengths: Tensor
-    scored: Tensor
-    values: dict[str, Any]
-    provenances: tuple[Provenance | None, ...]
-
-    @classmethod
-    def read(
-        cls,
-        td: TensorDictBase,
-        what: str,
-        field: str = "tokens",
-        *,
-        tokens: NestedKey = "tokens",
-        log_probs: NestedKey = "log_probs",
-        masks: NestedKey = "masks",
-    ) -> SampledRows:
-        """Read what a policy wrote under these keys. Errors call it `what`, and name the `field`."""
-        held, scores, here = td.get(tokens, None), td.get(log_probs, None), key_parts(log_probs)
-        if not isinstance(held, Tokens) or not {"prompt", "full"} <= set(held.keys()):
-            raise MissingKeyError(
-                f"{what}: there are no tokens.prompt and tokens.full{list_keys(td, tokens)}", field=field
-            )
-        full, prompt = (ragged(td, (*key_parts(tokens), name), masks=masks).to("cpu") for name in ("full", "prompt"))
-        scored, values = torch.ones_like(full.values, dtype=torch.bool), dict[str, Any]()
-        provenances: tuple[Provenance | None, ...] = (None,) * len(full)
-        if isinstance(scores, LogProbs):
-            scored = ragged(td, (*here, "scored_mask"), masks=masks).values.cpu()
-            found = {"full": ragged(td, (*here, "full"), masks=masks), **about_ids(td, here, masks)}
-            values = {name: rows.to("cpu") for name, rows in found.items()}
-            provenances = provenance_of_rows(scores, len(full))
-        return cls(full=full, prompt_lengths=prompt.lengths, scored=scored, values=values, provenances=provenances)
-
-    @property
-    def answered(self) -> Tensor:
-        """bool, like the values of `full`: True where a token of the response is."""
-        return self.full.positions >= self.prompt_lengths[self.full.row_index]
-
-    @property
-    def parts(self) -> list[SampledPart]:
-        """Where the response of each row is, and where its log-probs came from."""
-        return list(map(SampledPart, self.provenances, self.prompt_lengths.tolist(), self.full.lengths.tolist()))
+    held = td.get(tokens, None)
+    if not isinstance(held, Tokens) or not {"prompt", "full"} <= set(held.keys()):
+        raise MissingKeyError(f"{what}: there are no tokens.prompt and tokens.full{list_keys(td, tokens)}", field=field)
+    ids, prompt_lengths = token_ids(td, key_parts(tokens), masks)
+    assert prompt_lengths is not None
+    return ids, prompt_lengths
 
 
-def _common_fields(turns: Sequence[SampledRows]) -> list[str]:
+def sampled_log_probs(td: TensorDictBase, key: NestedKey = "log_probs", masks: NestedKey = "masks") -> dict[str, Any]:
+    """Return the fields of a `LogProbs` that are as long as the tokens, on the CPU; {} without one."""
+    path = key_parts(key)
+    if not isinstance(td.get(path, None), LogProbs):
+        return {}
+    found = {name: ragged(td, (*path, name), masks=masks) for name in ("full", "scored_mask")}
+    return {name: rows.to("cpu") for name, rows in (found | about_ids(td, path, masks)).items()}
+
+
+def _common_fields(turns: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the fields that the log-probs of all turns have, and refuse those that only some have."""
-    names = [name for name in REQUEST_FIELDS if any(name in turn.values for turn in turns)]
+    names = [name for name in REQUEST_FIELDS if any(name in turn for turn in turns)]
     for name in names:
         what = "log_probs" if name == "full" else f"log_probs.{name}"
-        if not all(name in turn.values for turn in turns):
+        if not all(name in turn for turn in turns):
             raise MissingKeyError(
                 f"only some turns have {what}; sample all of them with the same return_log_probs, return_support and "
                 "top_logprobs",
                 field=what,
             )
-        widths = {turn.values[name].values.shape[1:] for turn in turns if name != SETS}
+        widths = {turn[name].values.shape[1:] for turn in turns if name != SETS}
         if len(widths) > 1:
             found = ", ".join(str(shape[-1]) for shape in sorted(widths))
-            raise InvalidRequestError(
-                f"{what}: the turns have different numbers of ids a token ({found}); sample every turn with "
-                "the same top_logprobs",
-                field=what,
-            )
+            told = f"the turns have different numbers of ids a token ({found})"
+            raise invalid(what, f"{told}; sample every turn with the same top_logprobs")
     return names
 
 
@@ -194,11 +168,11 @@ def _picked(parts: Sequence[Any], index: Tensor, full: Ragged) -> Any:
     return full.with_values(torch.cat([*values, values[0].new_zeros((1, *values[0].shape[1:]))])[index])
 
 
-def _must_continue(earlier: SampledRows, later: SampledRows, number: int) -> None:
+def _must_continue(earlier: tuple[Ragged, Tensor], later: tuple[Ragged, Tensor], number: int) -> None:
     """Refuse rows that a turn skipped, and rows whose prompt does not begin with the tokens of the turn before."""
     skipped, differing = Problems(), Problems()
-    prompts = later.full.slice(stop=later.prompt_lengths)
-    for row, (before, prompt) in enumerate(zip(earlier.full.split(), prompts.split(), strict=True)):
+    prompts = later[0].slice(stop=later[1])
+    for row, (before, prompt) in enumerate(zip(earlier[0].split(), prompts.split(), strict=True)):
         same = min(len(before), len(prompt))
         if bool(len(before)) is not bool(len(prompt)):
             skipped[row] = (
@@ -214,12 +188,11 @@ def _must_continue(earlier: SampledRows, later: SampledRows, number: int) -> Non
     refuse(skipped or differing, "turns")
 
 
-def _common_provenance(turns: Sequence[SampledRows]) -> tuple[Provenance, ...] | None:
+def _common_provenance(rows: Sequence[Sequence[SampledPart]]) -> tuple[Provenance, ...] | None:
     """Return the provenance of every row; None if that of a turn is not known.
 
     All turns of a row whose provenance is known must be of one distribution.
     """
-    rows = list(zip(*(turn.parts for turn in turns), strict=True))
     problems = {row: what for row, parts in enumerate(rows) if (what := disagreement(parts))}
     if problems:
         raise ProvenanceMismatchError(
@@ -258,11 +231,7 @@ def disagreement(parts: Sequence[SampledPart]) -> str:
 def provenance_of_parts(parts: Sequence[SampledPart]) -> Provenance | None:
     """Return the provenance of a row: that of its last answer, with the versions of all weights that sampled the row.
 
-    Args:
-        parts: in order; their distributions agree.
-
-    Returns:
-        None if the provenance of a part is not known, or if there are no parts.
+    The parts are in order, and their distributions agree. None if one is not known, or without parts.
     """
     known = [part.provenance for part in parts if part.provenance is not None]
     if not known or len(known) < len(parts):

@@ -8,14 +8,22 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
 from corelm.containers.classes import TOP, must_have_lengths
-from corelm.containers.reading import container_of, find_entry, key_parts, next_or_root, provenance_of_rows, ragged
-from corelm.errors import InvalidRequestError, MissingKeyError, ProvenanceMismatchError, refuse
+from corelm.containers.reading import (
+    TokenRows,
+    container_of,
+    find_entry,
+    key_parts,
+    next_or_root,
+    provenance_of_rows,
+    ragged,
+)
+from corelm.errors import MissingKeyError, ProvenanceMismatchError, refuse
 from corelm.kl.divergences import Divergence, Terms, TopLogProbs, top_k_divergence
 from corelm.kl.estimators import Reduction, aggregate
-from corelm.kl.pairs import Pair, PairKeys, TokenLayout, read_pair
+from corelm.kl.pairs import Pair, PairKeys, read_pair
 from corelm.policy.policy import LLMPolicy
 from corelm.tensors.modes import no_inference_mode
-from corelm.validate import checks_names
+from corelm.validate import checks_names, invalid
 
 
 class DistillationLoss(TensorDictModuleBase):
@@ -67,7 +75,7 @@ class DistillationLoss(TensorDictModuleBase):
     ) -> None:
         super().__init__()
         if student is not None and not isinstance(student, LLMPolicy):
-            raise InvalidRequestError(f"student: expected an LLMPolicy, got {type(student).__name__}", field="student")
+            raise invalid("student", f"expected an LLMPolicy, got {type(student).__name__}")
         self.terms = Terms(kind, beta)
         # Not a submodule: the student's parameters are those of its model.
         self._student = (student,)
@@ -81,8 +89,8 @@ class DistillationLoss(TensorDictModuleBase):
         self.out_keys = [loss_key]
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        loss, _, layout = self._loss(tensordict)
-        next_or_root(tensordict).set(self.loss_key, layout.stored(loss))
+        loss, _, rows = self._loss(tensordict)
+        next_or_root(tensordict).set(self.loss_key, rows.stored(loss))
         return tensordict
 
     def mean(self, tensordict: TensorDictBase, how: Reduction = "token-mean") -> Tensor:
@@ -90,32 +98,32 @@ class DistillationLoss(TensorDictModuleBase):
 
         `how` is as in `aggregate`.
         """
-        loss, counts, layout = self._loss(tensordict)
-        return aggregate(layout.ragged(loss), layout.ragged(counts), how)
+        loss, counts, rows = self._loss(tensordict)
+        return aggregate(rows.ragged(loss), rows.ragged(counts), how)
 
     @no_inference_mode()
-    def _loss(self, td: TensorDictBase) -> tuple[Tensor, Tensor, TokenLayout]:
-        """Return float[total], 0.0 where a position does not count; bool[total], which do; and their layout."""
+    def _loss(self, td: TensorDictBase) -> tuple[Tensor, Tensor, TokenRows]:
+        """Return float[total], 0.0 where a position does not count; bool[total], which do; and the tokens."""
         pair = read_pair(td, self.keys)
-        layout = pair.layout
-        teacher = _read_top(td, self.teacher_key, layout)
+        rows = pair.rows
+        teacher = _read_top(rows, self.teacher_key)
         (policy,) = self._student
-        student = _read_top(td, self.student_key, layout) if policy is None else self._score(policy, td, teacher, pair)
+        student = _read_top(rows, self.student_key) if policy is None else self._score(policy, td, teacher, pair)
         counts = pair.mask.to(student.tail.device)
 
         def padded(values: Tensor) -> Tensor:
-            return layout.ragged(values.to(counts.device)).to_padded(0)
+            return rows.ragged(values.to(counts.device)).to_padded(0)
 
         # As rows, padded on the right, so that errors name the row and the position.
         p, q = (TopLogProbs(*map(padded, vars(side).values())) for side in (teacher, student))
         divergence = top_k_divergence(p, q, self.terms.kind, beta=self.terms.beta, mask=padded(counts))
         found = divergence[padded(torch.ones_like(counts))]
-        problems = layout.not_finite(found, counts, f"the {self.terms.kind}")
+        problems = rows.not_finite(found, counts, f"the {self.terms.kind}")
         if problems and bool((found.detach() == torch.inf).any()):
             hint = "; it is infinite where one side excludes what the other does not: use kind='js', which is finite"
             problems = {row: problem + hint for row, problem in problems.items()}
         refuse(problems, str(self.loss_key))
-        return found, counts, layout
+        return found, counts, rows
 
     def _score(self, policy: LLMPolicy, td: TensorDictBase, teacher: TopLogProbs, pair: Pair) -> TopLogProbs:
         policy.backend.engine.require(
@@ -124,23 +132,24 @@ class DistillationLoss(TensorDictModuleBase):
             "student's LogProbs at these ids yourself and pass student=None",
         )
         assert teacher.ids is not None
-        layout = pair.layout
+        rows = pair.rows
         held, here = find_entry(td, key_parts(self.teacher_key))
         tokens, _ = find_entry(td, self.tokens_key, first=here)
-        sequences = ragged(layout.view(tokens), ("own", "full"))
-        must_have_lengths(layout.lengths, sequences.lengths, str(self.tokens_key))
+        rows.td.set(self.tokens_key, tokens)
+        sequences = ragged(rows.td, (*key_parts(self.tokens_key), "full"), masks=rows.masks)
+        must_have_lengths(rows.lengths, sequences.lengths, str(self.tokens_key))
         # What does not count need not be scored, so no ids are asked for there.
         ids = torch.where(pair.mask[:, None].to(teacher.ids.device), teacher.ids, -1)
         result = policy.backend.score_logprobs(
             sequences,
             temperature=policy.score_provenance.temperature,
-            score_from=torch.minimum(layout.first(pair.mask), layout.lengths - 1).clamp(min=1),
-            top_ids=layout.ragged(ids),
+            score_from=torch.minimum(rows.first(pair.mask), rows.lengths - 1).clamp(min=1),
+            top_ids=rows.ragged(ids),
             grad=torch.is_grad_enabled() and policy.backend.capabilities.gradients,
             adapter=policy.options.adapter,
             on_error=policy.options.on_error,
         )
-        counted = layout.row_sums(pair.mask.double()).flatten() > 0
+        counted = rows.row_sums(pair.mask.double()).flatten() > 0
         errors = {row: error for row, error in enumerate(result.errors or ()) if error and bool(counted[row])}
         refuse(errors, str(self.tokens_key))
         count = len(sequences)
@@ -156,15 +165,13 @@ class DistillationLoss(TensorDictModuleBase):
         return TopLogProbs(result.top_logprobs.values, result.tail_log_mass.values, ids)
 
 
-def _read_top(td: TensorDictBase, key: NestedKey, layout: TokenLayout) -> TopLogProbs:
+def _read_top(rows: TokenRows, key: NestedKey) -> TopLogProbs:
     """Return the most probable ids of a `LogProbs`, flat: ``[total, k]`` and ``[total]``."""
-    container, _ = find_entry(td, key_parts(key))
-    missing = [name for name in TOP if name not in container.keys()]
-    if missing:
+    if missing := [name for name in TOP if name not in rows.td.get(key).keys()]:
         raise MissingKeyError(
             f"the LogProbs under {key!r} has no {missing[0]!r}; score it with LLMPolicy(backend, input_mode='tokens', "
             "generate=False, top_k=64, log_probs_key=…), or the student at the teacher's ids by passing student=",
             field=str((*key_parts(key), missing[0])),
         )
-    ids, log_probs, tail = (layout.read(container, (*key_parts(key), name)) for name in TOP)
+    ids, log_probs, tail = (rows.read((*key_parts(key), name)).values for name in TOP)
     return TopLogProbs(log_probs, tail, ids)

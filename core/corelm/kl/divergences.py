@@ -48,7 +48,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from corelm.errors import Problems, refuse
-from corelm.kl.estimators import counted_positions, expected_log_ratio, shape_of, wide_dtype
+from corelm.kl.estimators import expected_log_ratio, must_agree, wide_dtype
+from corelm.tensors.ragged import counted_positions, shape_of
 from corelm.validate import invalid, number, one_of, positive, shown
 
 Divergence = Literal["forward_kl", "reverse_kl", "js"]
@@ -211,12 +212,8 @@ def _outcomes(teacher: TopLogProbs, student: TopLogProbs, mask: Tensor | None) -
     """
     _check_top("teacher", teacher)
     _check_top("student", student)
-    if teacher.log_probs.shape != student.log_probs.shape:
-        raise invalid(
-            "student",
-            "teacher and student must have the same positions and ids; got log_probs of shapes "
-            f"{tuple(teacher.log_probs.shape)} and {tuple(student.log_probs.shape)}",
-        )
+    what = "teacher and student must have the same positions and ids"
+    must_agree("student", what, teacher.log_probs.shape, student.log_probs.shape)
     counts = counted_positions(mask, student.tail)
     _check_ids(teacher, student, counts)
     dtype = wide_dtype(teacher.log_probs, teacher.tail, student.log_probs, student.tail)
@@ -337,12 +334,8 @@ def exact_divergence(
     terms = Terms(kind, beta)
     _check_head("teacher", teacher_hidden, teacher_head)
     _check_head("student", student_hidden, student_head)
-    if teacher_hidden.shape[:-1] != student_hidden.shape[:-1]:
-        raise invalid(
-            "teacher_hidden",
-            "teacher and student must have the same positions; got shapes "
-            f"{tuple(teacher_hidden.shape)} and {tuple(student_hidden.shape)}",
-        )
+    what = "teacher and student must have the same positions"
+    must_agree("teacher_hidden", what, teacher_hidden.shape[:-1], student_hidden.shape[:-1])
     sizes = len(teacher_head.weight), len(student_head.weight)
     if sizes[0] != sizes[1]:
         raise invalid(

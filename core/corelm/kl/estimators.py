@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from corelm.tensors.categorical import log_probs
-from corelm.tensors.ragged import Ragged
+from corelm.tensors.ragged import Ragged, counted_positions
 from corelm.validate import count, invalid, one_of
 
 Estimator = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -239,20 +239,6 @@ def _at_most(values: Tensor, limit: float) -> Tensor:
     return torch.minimum(values, values.new_tensor(limit))
 
 
-def shape_of(given: Any) -> str:
-    """Return the dtype and the shape of a tensor, or the type of anything else, for a message."""
-    return f"{given.dtype}{list(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
-
-
-def counted_positions(mask: Any, values: Tensor) -> Tensor:
-    """Return bool, shaped like `values` and on their device: which positions count. All of them without a mask."""
-    if mask is None:
-        return torch.ones_like(values, dtype=torch.bool)
-    if not isinstance(mask, Tensor) or mask.shape != values.shape or mask.dtype.is_floating_point:
-        raise invalid("mask", f"expected bool{list(values.shape)}, got {shape_of(mask)}")
-    return mask.to(values.device, torch.bool)
-
-
 def wide_dtype(*tensors: Tensor) -> torch.dtype:
     """Return at least float32: a log-prob of −8 has two decimals in bfloat16, too few for a difference."""
     return functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors), torch.float32)
@@ -262,6 +248,10 @@ def _check_alike(gen: Any, ref: Any, names: tuple[str, str]) -> None:
     for name, given in zip(names, (gen, ref), strict=True):
         if not isinstance(given, Tensor):
             raise invalid(name, f"expected a tensor, got {type(given).__name__}{_ROWS}")
-    if gen.shape != ref.shape:
-        both = f"{tuple(gen.shape)} and {tuple(ref.shape)}"
-        raise invalid(names[1], f"{names[0]} and {names[1]} must have one shape; got {both}")
+    must_agree(names[1], f"{names[0]} and {names[1]} must have one shape", gen.shape, ref.shape)
+
+
+def must_agree(field: str, what: str, one: torch.Size, other: torch.Size) -> None:
+    """Refuse shapes that differ."""
+    if one != other:
+        raise invalid(field, f"{what}; got {tuple(one)} and {tuple(other)}")

@@ -23,10 +23,10 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
 from corelm.containers.classes import PerToken
-from corelm.containers.reading import key_parts, next_or_root, provenance_of_rows
+from corelm.containers.reading import TokenRows, key_parts, next_or_root, provenance_of_rows
 from corelm.errors import InvalidRequestError, Problems, refuse
 from corelm.kl.estimators import MAX_LOG_RATIO, k1
-from corelm.kl.pairs import Pair, PairKeys, TokenLayout, find_log_probs, full_key, read_pair
+from corelm.kl.pairs import Pair, PairKeys, full_key, read_pair, rows_of, scores
 from corelm.spec.version_runs import backward, counts_of, run_problems
 from corelm.tensors.ragged import as_mask
 from corelm.validate import as_list, checks_names, invalid, number, one_of, shown
@@ -90,7 +90,7 @@ class ImportanceCorrection(TensorDictModuleBase):
         outside = (ratio < low) | (ratio > high)
         weights = ratio.clamp(low, high) if self.how == "truncate" else torch.where(outside, 0.0, ratio)
         if self.level == "token":
-            weights = pair.layout.stored(torch.where(pair.mask, weights, 0.0))
+            weights = pair.rows.stored(torch.where(pair.mask, weights, 0.0))
         next_or_root(tensordict).set(self.weights_key, weights)
         return tensordict
 
@@ -172,11 +172,10 @@ def mismatch_by_version(td: TensorDictBase, **options: Unpack[MismatchOptions]) 
     """
     correction = ImportanceCorrection(how="truncate", weights_key="importance_weights", **options)
     keys, pair = correction.keys, read_pair(td, correction.keys)
-    labels, index = _token_versions(pair.layout, keys.gen, keys.masks)
+    labels, index = _token_versions(pair.rows, keys.gen)
     places = index.to(pair.mask.device)
     parts = {
-        label: Pair(pair.gen, pair.ref, pair.mask & (places == place), pair.layout)
-        for place, label in enumerate(labels)
+        label: Pair(pair.gen, pair.ref, pair.mask & (places == place), pair.rows) for place, label in enumerate(labels)
     }
     return {label: _report(part, correction) for label, part in parts.items() if bool(part.mask.any())}
 
@@ -184,7 +183,7 @@ def mismatch_by_version(td: TensorDictBase, **options: Unpack[MismatchOptions]) 
 def _report(pair: Pair, correction: ImportanceCorrection) -> MismatchReport:
     level, (low, high) = correction.level, correction.bounds
     distance = (pair.ref.double() - pair.gen.double())[pair.mask].abs()
-    with_tokens = (pair.layout.row_sums(pair.mask.double()) > 0).flatten()
+    with_tokens = (pair.rows.row_sums(pair.mask.double()) > 0).flatten()
     log_ratio = _log_ratios(pair, level).flatten()[pair.mask if level == "token" else with_tokens].double()
     if not len(distance):
         zeros = dict.fromkeys(("mean_abs", "max_abs", "effective_sample_size", "clipped_share"), 0.0)
@@ -208,7 +207,7 @@ def _report(pair: Pair, correction: ImportanceCorrection) -> MismatchReport:
 def _log_ratios(pair: Pair, level: Level) -> Tensor:
     """Return ``train − sampled`` for each token, flat, or each sequence, ``[*batch]``; 0.0 where no token counts."""
     log_ratio = k1(pair.ref, pair.gen, pair.mask)
-    return log_ratio if level == "token" else pair.layout.row_sums(log_ratio)
+    return log_ratio if level == "token" else pair.rows.row_sums(log_ratio)
 
 
 def _ratios(log_ratio: Tensor) -> Tensor:
@@ -252,21 +251,19 @@ def staleness(
             backwards within a row; the provenance of a row is not known. The message names row and position.
     """
     key = full_key(log_probs_key)
-    log_probs, here = find_log_probs(td, key)
-    layout = TokenLayout.of(td, here, log_probs, masks_key)
-    layout.read(log_probs, key)
-    labels, index = _token_versions(layout, key, masks_key)
+    rows, _ = rows_of(td, key, masks_key)
+    labels, index = _token_versions(rows, key)
     order = None if versions is None else _order(versions)
     ages: list[int] = []
     for place, label in enumerate(labels):
-        first = layout.first(index == place)
-        rows = (first < layout.lengths).nonzero().flatten().tolist()
-        age = _age(label, version, order) if rows else -1
+        first = rows.first(index == place)
+        found = (first < rows.lengths).nonzero().flatten().tolist()
+        age = _age(label, version, order) if found else -1
         if isinstance(age, str):
-            why = f"position {int(first[rows[0]])}: {age}"
-            raise InvalidRequestError(f"row {rows[0]}, {why}", field="version", problems={rows[0]: why})
+            why = f"position {int(first[found[0]])}: {age}"
+            raise InvalidRequestError(f"row {found[0]}, {why}", field="version", problems={found[0]: why})
         ages.append(age)
-    return layout.stored(torch.tensor([*ages, -1])[index])
+    return rows.stored(torch.tensor([*ages, -1])[index])
 
 
 def _order(versions: Iterable[str]) -> dict[str, int]:
@@ -296,16 +293,16 @@ def _age(label: str, version: str, order: dict[str, int] | None) -> int | str:
     return age if age >= 0 else f"the weights {label!r} are newer than {shown(version)}"
 
 
-def _token_versions(layout: TokenLayout, key: NestedKey, masks_key: NestedKey) -> tuple[list[str], Tensor]:
+def _token_versions(rows: TokenRows, key: NestedKey) -> tuple[list[str], Tensor]:
     """Return the labels of the weights that sampled tokens, and int64[total]: that of each token, -1 if not sampled."""
-    lengths = layout.lengths.tolist()
-    provenances = provenance_of_rows(layout.log_probs, len(lengths))
-    answers = None
+    lengths = rows.lengths.tolist()
+    provenances = provenance_of_rows(rows.td.get(key_parts(key)[:-1]), len(lengths))
+    answers, masks = None, rows.td.get(rows.masks, None)
     with_runs = any(one is not None and one.version_runs for one in provenances)
-    if with_runs and layout.masks is not None and "all_response_mask" in layout.masks.keys():
-        mask = layout.read(layout.masks, (*key_parts(masks_key), "all_response_mask"))
-        first = layout.first(as_mask(mask, str(masks_key)))
-        answers = torch.where(first < layout.lengths, first, 0).tolist()
+    if with_runs and masks is not None and "all_response_mask" in masks.keys():
+        mask = rows.read((*key_parts(rows.masks), "all_response_mask")).values
+        first = rows.first(as_mask(mask, str(rows.masks)))
+        answers = torch.where(first < rows.lengths, first, 0).tolist()
     problems: Problems = {}
     labels: dict[str, int] = {}
     index = [torch.full((length,), -1) for length in lengths]
@@ -326,4 +323,4 @@ def _token_versions(layout: TokenLayout, key: NestedKey, masks_key: NestedKey) -
             index[row][start + begin :] = labels.setdefault(version, len(labels))
     refuse(problems, str(key))
     flat = torch.cat(index) if index else torch.empty(0, dtype=torch.int64)
-    return list(labels), torch.where(layout.scored(layout.log_probs, key).cpu(), flat, -1)
+    return list(labels), torch.where(scores(rows, key)[1].cpu(), flat, -1)

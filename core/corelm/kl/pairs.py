@@ -7,30 +7,28 @@ log-probs that are not finite, raise errors that name the rows.
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from torch import Tensor
 
-from corelm.containers.assemble import container, dense_columns
-from corelm.containers.classes import COUNTS, WIDE, LogProbs, Masks, PerToken, must_have_lengths
+from corelm.containers.classes import COUNTS, LogProbs, Masks
 from corelm.containers.reading import (
+    TokenRows,
     carries_sets,
     container_of,
     find_entry,
+    is_dense,
     key_parts,
     provenance_of_rows,
-    ragged,
     token_sets,
 )
-from corelm.errors import InvalidRequestError, MissingKeyError, Problems, ProvenanceMismatchError, refuse
+from corelm.errors import InvalidRequestError, MissingKeyError, ProvenanceMismatchError, refuse
 from corelm.spec.provenance import Provenance
-from corelm.spec.records import Columns, Parts
-from corelm.tensors.ragged import Ragged, as_mask
+from corelm.tensors.ragged import as_mask
 from corelm.validate import invalid
 
 _SUPPORT_ADVICE = (
@@ -72,158 +70,6 @@ class PairKeys:
         return [self.gen, self.ref, *self.selecting]
 
 
-@dataclass(frozen=True, eq=False)
-class TokenLayout:
-    """How the tokens of a batch are stored: in dense tensors ``[*batch, width]``, or one row per sample.
-
-    Attributes:
-        log_probs: a scoring of the tokens.
-        masks: the masks that tell tokens from pads; None if there are none, which only rows allow.
-        padded: whether the tokens are stored in dense tensors.
-    """
-
-    log_probs: LogProbs
-    masks: Masks | None
-    padded: bool
-
-    @staticmethod
-    def of(td: TensorDictBase, here: TensorDictBase, log_probs: LogProbs, masks_key: NestedKey) -> TokenLayout:
-        """Return the layout of a scoring that `here` holds, with the masks that belong to it."""
-        padded = is_dense(log_probs)
-        try:
-            masks, _ = find_entry(td, masks_key, first=here)
-        except MissingKeyError:
-            if not padded:
-                return TokenLayout(log_probs, None, padded)
-            # The caller built the log-probs; without masks they have no pads.
-            everything = torch.ones_like(log_probs.full, dtype=torch.bool)
-            masks = Masks(all_attention_mask=everything, batch_size=log_probs.batch_size)
-        if not isinstance(masks, Masks):
-            raise InvalidRequestError(
-                f"{masks_key!r}: expected Masks, got {type(masks).__name__}", field=str(masks_key)
-            )
-        return TokenLayout(log_probs, masks, padded)
-
-    @property
-    def batch(self) -> tuple[int, ...]:
-        return tuple(self.log_probs.batch_size)
-
-    @cached_property
-    def lengths(self) -> Tensor:
-        """int64[rows], on the CPU: the number of tokens in each row, in C order."""
-        return self.columns.sum(-1).cpu() if self.padded else ragged(self.view(self.log_probs), ("own", "full")).lengths
-
-    @cached_property
-    def columns(self) -> Tensor:
-        """bool[rows, width]: where tokens are in the dense tensor, or would be with ``pad_output=True``."""
-        if not self.padded:
-            names = {"prompt", "response", "full"} & set(self.log_probs.keys())
-            parts = {name: ragged(self.view(self.log_probs), ("own", name)) for name in names}
-            return dense_columns(Parts(parts.get("prompt"), parts.get("response"), parts["full"])).mask
-        mask = None if self.masks is None else self.masks.all_attention_mask
-        if not isinstance(mask, Tensor) or tuple(mask.shape[:-1]) != self.batch:
-            found = list(mask.shape) if isinstance(mask, Tensor) else "no dense mask"
-            raise InvalidRequestError(
-                f"dense log-probs of shape {list(self.log_probs.full.shape)} need an attention mask of that shape, to "
-                f"tell tokens from pads; got {found}",
-                field="masks",
-            )
-        return as_mask(mask, "all_attention_mask").reshape(math.prod(self.batch), mask.shape[-1])
-
-    # Reading ---------------------------------------------------------------------------------------------------------
-
-    def view(self, container: Any) -> TensorDict:
-        """Return a TensorDict with a container of these tokens, under `own`, and the masks of dense rows."""
-        masks = container if isinstance(container, Masks) else self.masks
-        return TensorDict({"own": container, **({} if masks is None else {"masks": masks})}, batch_size=())
-
-    def read(self, container: Any, key: NestedKey) -> Tensor:
-        """Return a field of a container of these tokens, which is at `key`, as flat values ``[total, ...]``.
-
-        Raises:
-            InvalidRequestError: the field is in another layout, or its rows have other lengths.
-        """
-        name = key_parts(key)[-1]
-        if self.padded:
-            return self.flat(getattr(container, name), key)
-        found = ragged(self.view(container), ("own", name))
-        must_have_lengths(found.lengths, self.lengths, str(key))
-        return found.values
-
-    def flat(self, dense: Any, key: NestedKey) -> Tensor:
-        """Return the tokens of a dense tensor ``[*batch, width]``, for `WIDE` fields ``[*batch, width, k]``, flat."""
-        wide = key_parts(key)[-1] in WIDE
-        wanted = (*self.batch, self.columns.shape[-1])
-        shape = tuple(dense.shape) if isinstance(dense, Tensor) else None
-        if shape is None or (shape[:-1] if wide else shape) != wanted:
-            expected = f"shape {[*wanted, 'k'] if wide else [*wanted]}, as wide as the masks"
-            found = "no dense tensor" if shape is None else list(shape)
-            raise InvalidRequestError(f"{key}: expected {expected}; got {found}", field=str(key))
-        return dense.reshape(*self.columns.shape, *shape[len(wanted) :])[self.columns.to(dense.device)]
-
-    def scored(self, log_probs: LogProbs, full: NestedKey) -> Tensor:
-        """Return bool[total]: which tokens of the scoring at `full` have a log-prob: all without a `scored_mask`."""
-        if "scored_mask" not in log_probs.keys():
-            return torch.ones(int(self.lengths.sum()), dtype=torch.bool)
-        key = _sibling(full, "scored_mask")
-        found = as_mask(self.read(log_probs, key), str(key))
-        if self.padded and int((dense := log_probs.scored_mask).sum()) != int(found.sum()):
-            outside = (dense.reshape(self.columns.shape) & ~self.columns.to(dense.device)).any(-1)
-            what = f"it is scored where the masks have a pad, {_OTHER_COLUMNS}"
-            refuse(dict.fromkeys(outside.nonzero().flatten().tolist(), what), str(full))
-        return found
-
-    def selected(self, td: TensorDictBase, here: TensorDictBase, key: NestedKey) -> Tensor:
-        """Return bool[total]: which positions the mask under `key` selects."""
-        *path, name = key_parts(key)
-        masks = find_entry(td, tuple(path), first=here)[0] if path else None
-        if not isinstance(masks, Masks):
-            return as_mask(self.flat(find_entry(td, key, first=here)[0], key), str(key))
-        if name not in masks.keys():
-            fields = ", ".join(sorted(set(masks.keys()) - {"padded"}))
-            raise MissingKeyError(
-                f"the masks have no field {name!r}, only {fields}; pass mask_key= to use another one, or count every "
-                "scored token with assistant_only=False",
-                field=str(key),
-            )
-        return as_mask(self.read(masks, key), str(key))
-
-    # Computing and storing -------------------------------------------------------------------------------------------
-
-    def ragged(self, values: Tensor) -> Ragged:
-        return Ragged(values, self.lengths)
-
-    def row_sums(self, values: Tensor) -> Tensor:
-        """Return ``[*batch]``: the sum of each row of flat values."""
-        index = self.ragged(values).row_index.to(values.device)
-        return values.new_zeros(len(self.lengths)).index_add(0, index, values).reshape(self.batch)
-
-    def first(self, mask: Tensor) -> Tensor:
-        """Return int64[rows]: the first position of each row where `mask` is True; its length if there is none."""
-        marks = self.ragged(mask.cpu())
-        at = marks.values
-        return self.lengths.scatter_reduce(0, marks.row_index[at], marks.positions[at], "amin")
-
-    def not_finite(self, values: Tensor, mask: Tensor, name: Any) -> Problems:
-        """Return, for each row with a NaN or an infinity where `mask` is True, the first of these `name`."""
-        values = values.detach()
-        first, starts = self.first(mask & ~torch.isfinite(values)), self.ragged(values).offsets
-        return {
-            row: f"{name} is {float(values[starts[row] + first[row]])} at position {int(first[row])}"
-            for row in (first < self.lengths).nonzero().flatten().tolist()
-        }
-
-    def dense(self, values: Tensor) -> Tensor:
-        """Return flat values as ``[*batch, width]``, with 0 at pads."""
-        return self.ragged(values).scatter(self.columns, 0).reshape(*self.batch, self.columns.shape[-1])
-
-    def stored(self, values: Tensor) -> Tensor | PerToken:
-        """Return flat values in the layout of the tokens: a dense tensor, or a `PerToken` of rows. See `container`."""
-        columns = Columns(self.columns, None) if self.padded else None
-        made = container(PerToken, {"full": self.ragged(values)}, self.batch, columns=columns)
-        return made.full if self.padded else made
-
-
 class Pair(NamedTuple):
     """Two scorings of the same tokens, flat, row after row, on one device.
 
@@ -231,26 +77,19 @@ class Pair(NamedTuple):
         gen: float[total], the policy's log-probs; 0.0 where the mask is False.
         ref: float[total], the reference's log-probs; 0.0 where the mask is False.
         mask: bool[total], the positions that count: scored in both, and selected.
-        layout: how the tokens are stored in the TensorDict.
+        rows: the tokens.
     """
 
     gen: Tensor
     ref: Tensor
     mask: Tensor
-    layout: TokenLayout
+    rows: TokenRows
 
 
 def read_pair(td: TensorDictBase, keys: PairKeys) -> Pair:
-    """Read two scorings and the positions that count.
-
-    Raises:
-        MissingKeyError: a scoring or the mask is missing.
-        InvalidRequestError: the scorings have different layouts, or a log-prob that counts is not finite; `rows` lists
-            the rows at fault.
-        ProvenanceMismatchError: the scorings are of different distributions and `allow_mismatch` is False.
-    """
-    gen, here = find_log_probs(td, keys.gen)
-    ref, _ = find_log_probs(td, keys.ref)
+    """Read two scorings and the positions that count. Errors are those of `KLComputation`."""
+    rows, here = rows_of(td, keys.gen, keys.masks)
+    gen, (ref, _) = rows.td.get(key_parts(keys.gen)[:-1]), find_log_probs(td, keys.ref)
     kinds = [f"batch {tuple(one.batch_size)}, {'dense' if is_dense(one) else 'one row a sample'}" for one in (gen, ref)]
     if kinds[0] != kinds[1]:
         raise InvalidRequestError(
@@ -258,29 +97,75 @@ def read_pair(td: TensorDictBase, keys: PairKeys) -> Pair:
             "batch and pad_output",
             field=str(keys.ref),
         )
-    layout = TokenLayout.of(td, here, gen, keys.masks)
+    rows.td.set(key_parts(keys.ref)[:-1], ref)
     if not keys.allow_mismatch:
-        _check_labels(layout, keys, gen, ref)
-    values, scored = layout.read(gen, keys.gen), layout.scored(gen, keys.gen)
-    others, also = layout.read(ref, keys.ref).to(values.device), layout.scored(ref, keys.ref).to(values.device)
-    scored = scored.to(values.device)
-    if layout.padded and "scored_mask" in ref.keys():
+        _check_labels(rows, keys)
+    (values, scored), (others, also) = (scores(rows, key) for key in (keys.gen, keys.ref))
+    others, also, scored = others.to(values.device), also.to(values.device), scored.to(values.device)
+    if rows.mask is not None and "scored_mask" in ref.keys():
         # Columns that are off by one may score no pad. They then score a row's first token, which has no log-prob
         # because no token precedes it.
-        shifted = (layout.first(also & ~scored) == 0) & (layout.lengths > 0)
+        shifted = (rows.first(also & ~scored) == 0) & (rows.lengths > 0)
         what = f"it is scored at the first token, {_OTHER_COLUMNS}"
         refuse(dict.fromkeys(shifted.nonzero().flatten().tolist(), what), str(keys.ref))
-    mask, selecting = scored & also, keys.selecting
-    if selecting and keys.mask is None and layout.masks is not None and "all_response_mask" in layout.masks.keys():
+    mask, selecting, masks = scored & also, keys.selecting, rows.td.get(keys.masks, None)
+    if selecting and keys.mask is None and masks is not None and "all_response_mask" in masks.keys():
         # The assistant's turns in a prompt are examples. Once they are scored, they would count as sampled.
         selecting.append((*key_parts(keys.masks), "all_response_mask"))
     for key in selecting:
-        mask &= layout.selected(td, here, key).to(values.device)
+        mask &= _selected(rows, td, here, key).to(values.device)
     if not keys.allow_mismatch:
-        _check_sets(layout, keys, gen, ref, mask)
-    refuse(layout.not_finite(others, mask, keys.ref) | layout.not_finite(values, mask, keys.gen), "log-probs")
+        _check_sets(rows, keys, mask)
+    refuse(rows.not_finite(others, mask, keys.ref) | rows.not_finite(values, mask, keys.gen), "log-probs")
     # Nothing downstream sees what is stored where a position does not count, not even a caller's own estimator.
-    return Pair(torch.where(mask, values, 0.0), torch.where(mask, others, 0.0), mask, layout)
+    return Pair(torch.where(mask, values, 0.0), torch.where(mask, others, 0.0), mask, rows)
+
+
+def rows_of(td: TensorDictBase, key: NestedKey, masks_key: NestedKey) -> tuple[TokenRows, TensorDictBase]:
+    """Return the tokens of the scoring at `key`, with its masks, and the TensorDict that holds it."""
+    path, (log_probs, here) = key_parts(key)[:-1], find_log_probs(td, key)
+    view = TensorDict({path: log_probs}, batch_size=())
+    try:
+        masks, _ = find_entry(td, masks_key, first=here)
+        if not isinstance(masks, Masks):
+            raise InvalidRequestError(
+                f"{masks_key!r}: expected Masks, got {type(masks).__name__}", field=str(masks_key)
+            )
+        view.set(masks_key, masks)
+    except MissingKeyError:
+        if is_dense(log_probs):
+            # The caller built the log-probs; without masks they have no pads.
+            everything = torch.ones_like(log_probs.full, dtype=torch.bool)
+            view.set(masks_key, Masks(all_attention_mask=everything, batch_size=log_probs.batch_size))
+    return TokenRows(view, [path], masks_key), here
+
+
+def scores(rows: TokenRows, full: NestedKey) -> tuple[Tensor, Tensor]:
+    """Return the log-probs under the key `full`, float[total], and bool[total], which tokens have one."""
+    path = key_parts(full)[:-1]
+    values, scored = rows.log_probs(path)
+    if rows.mask is not None and "scored_mask" in rows.td.get(path).keys():
+        outside = (dense := rows.td.get(path).scored_mask.reshape(rows.mask.shape)) & ~rows.mask.to(dense.device)
+        what = f"it is scored where the masks have a pad, {_OTHER_COLUMNS}"
+        refuse(dict.fromkeys(outside.any(-1).nonzero().flatten().tolist(), what), str(full))
+    return values.values, scored.values
+
+
+def _selected(rows: TokenRows, td: TensorDictBase, here: TensorDictBase, key: NestedKey) -> Tensor:
+    """Return bool[total]: which positions the mask under `key` selects."""
+    *path, name = key_parts(key)
+    masks = find_entry(td, tuple(path), first=here)[0] if path else None
+    if not isinstance(masks, Masks):
+        return as_mask(rows.flat(find_entry(td, key, first=here)[0], key), str(key))
+    if name not in masks.keys():
+        fields = ", ".join(sorted(set(masks.keys()) - {"padded"}))
+        raise MissingKeyError(
+            f"the masks have no field {name!r}, only {fields}; pass mask_key= to use another one, or count every "
+            "scored token with assistant_only=False",
+            field=str(key),
+        )
+    rows.td.set(tuple(path), masks)
+    return as_mask(rows.read(key).values, str(key))
 
 
 def full_key(key: NestedKey) -> tuple[str, ...]:
@@ -313,31 +198,17 @@ def find_log_probs(td: TensorDictBase, key: NestedKey) -> tuple[LogProbs, Tensor
     return container, here
 
 
-def is_dense(container: LogProbs) -> bool:
-    """Return whether the rows are one tensor. Dense rows of different widths are not; they are read row by row."""
-    try:
-        return container.padded is True and isinstance(container.full, Tensor)
-    except InvalidRequestError:
-        return False
-
-
-def _sibling(full: NestedKey, name: str) -> NestedKey:
-    return (*key_parts(full)[:-1], name)
-
-
 # Distributions --------------------------------------------------------------------------------------------------------
 
 
-def _check_labels(layout: TokenLayout, keys: PairKeys, gen: LogProbs, ref: LogProbs) -> None:
+def _check_labels(rows: TokenRows, keys: PairKeys) -> None:
     """Raise if the scorings are of different distributions. Log-probs without a provenance are accepted."""
-    count = len(layout.lengths)
-    labels = zip(provenance_of_rows(gen, count), provenance_of_rows(ref, count), strict=True)
-    for row, (one, other) in enumerate(labels):
+    for row, (one, other) in enumerate(_labels(rows, keys)):
         if one is None or other is None or one.matches(other):
             continue
         if "truncated" in (one.support, other.support):
-            one = replace(one, support="full") if _keeps_all(layout, keys.gen, gen, row) else one
-            other = replace(other, support="full") if _keeps_all(layout, keys.ref, ref, row) else other
+            one = replace(one, support="full") if _keeps_all(rows, keys.gen, row) else one
+            other = replace(other, support="full") if _keeps_all(rows, keys.ref, row) else other
             if one.matches(other):
                 continue
         truncated = "truncated" in (one.support, other.support)
@@ -349,33 +220,36 @@ def _check_labels(layout: TokenLayout, keys: PairKeys, gen: LogProbs, ref: LogPr
         )
 
 
-def _keeps_all(layout: TokenLayout, full: NestedKey, log_probs: LogProbs, row: int) -> bool:
+def _labels(rows: TokenRows, keys: PairKeys) -> Iterator[tuple[Provenance | None, Provenance | None]]:
+    gen, ref = (rows.td.get(key_parts(key)[:-1]) for key in (keys.gen, keys.ref))
+    count = len(rows.lengths)
+    return zip(provenance_of_rows(gen, count), provenance_of_rows(ref, count), strict=True)
+
+
+def _keeps_all(rows: TokenRows, full: NestedKey, row: int) -> bool:
     """Return whether a scoring says that no id was left out at any token of a row."""
-    if not carries_sets(log_probs):
-        return False
-    return not bool(layout.ragged(layout.read(log_probs, _sibling(full, COUNTS))).split()[row].any())
+    path = key_parts(full)[:-1]
+    return carries_sets(rows.td.get(path)) and not bool(rows.read((*path, COUNTS)).split()[row].any())
 
 
-def _check_sets(layout: TokenLayout, keys: PairKeys, gen: LogProbs, ref: LogProbs, mask: Tensor) -> None:
-    """Raise if two truncated scorings were normalised over different ids where the mask is True.
-
-    Their labels do not say over which ids.
-    """
-    labels = zip(*(provenance_of_rows(each, len(layout.lengths)) for each in (gen, ref)), strict=True)
-    cut = [all(one is not None and one.support == "truncated" for one in pair) for pair in labels]
-    where = layout.ragged(mask.cpu())
+def _check_sets(rows: TokenRows, keys: PairKeys, mask: Tensor) -> None:
+    """Raise if two truncated scorings were normalised over different ids, which their labels do not tell."""
+    cut = [all(one is not None and one.support == "truncated" for one in pair) for pair in _labels(rows, keys)]
+    where = rows.ragged(mask.cpu())
     counts = where.values & torch.tensor(cut, dtype=torch.bool)[where.row_index]
     if not bool(counts.any()):
         return
-    for full, log_probs in ((keys.gen, gen), (keys.ref, ref)):
-        if not carries_sets(log_probs):
+    sets = []
+    for full in (keys.gen, keys.ref):
+        path = key_parts(full)[:-1]
+        if not carries_sets(rows.td.get(path)):
             raise ProvenanceMismatchError(
                 f"row {int(where.row_index[counts][0])}: both scorings are of truncated support, and {full} does not "
                 f"say which ids were left, so nothing shows that they are of one distribution; {_SUPPORT_ADVICE}"
             )
-        layout.read(log_probs, _sibling(full, COUNTS))
-    one, other = (token_sets(layout.view(log_probs), "own") for log_probs in (gen, ref))
-    for at in (counts & ~one.same_as(other)).nonzero().flatten().tolist():
+        rows.read((*path, COUNTS))
+        sets.append(token_sets(rows.td, path, masks=rows.masks))
+    for at in (counts & ~sets[0].same_as(sets[1])).nonzero().flatten().tolist():
         raise ProvenanceMismatchError(
             f"row {int(where.row_index[at])}, position {int(where.positions[at])}: {keys.gen} and {keys.ref} were "
             f"normalised over different ids, so their difference has no meaning; {_SUPPORT_ADVICE}"

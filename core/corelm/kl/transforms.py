@@ -16,8 +16,10 @@ from torch import Tensor
 
 from corelm.containers.classes import LogProbs, PerToken, Tokens, flat, rows
 from corelm.containers.reading import (
+    TokenRows,
     carries_sets,
     container_of,
+    entry,
     find_entry,
     key_parts,
     list_keys,
@@ -25,11 +27,12 @@ from corelm.containers.reading import (
     provenance_of_rows,
 )
 from corelm.errors import InvalidRequestError, MissingKeyError, level_of_caller, refuse, spelled_out
-from corelm.kl.estimators import ESTIMATORS, Estimator, shape_of
-from corelm.kl.pairs import PairKeys, TokenLayout, read_pair
+from corelm.kl.estimators import ESTIMATORS, Estimator
+from corelm.kl.pairs import PairKeys, read_pair
 from corelm.policy.options import Keys
 from corelm.policy.policy import LLMPolicy
 from corelm.spec.provenance import Provenance
+from corelm.tensors.ragged import shape_of
 from corelm.validate import checks_names, flag, invalid, number, one_of, positive, shown
 
 Use = Literal["reward", "loss"]
@@ -230,21 +233,21 @@ class KLComputation(TensorDictModuleBase):
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         self.refuse_second(tensordict)
         estimate = ESTIMATORS[self.estimator] if isinstance(self.estimator, str) else self.estimator
-        gen, ref, mask, layout = read_pair(tensordict, self.keys)
+        gen, ref, mask, tokens = read_pair(tensordict, self.keys)
         kl = estimate(gen, ref, mask)
         if not isinstance(kl, Tensor) or kl.shape != mask.shape:
             raise invalid("estimator", f"expected one value per token, shape {list(mask.shape)}; got {shape_of(kl)}")
-        refuse(layout.not_finite(kl, mask, "the estimated KL"), str(self.kl_key))
+        refuse(tokens.not_finite(kl, mask, "the estimated KL"), str(self.kl_key))
         kl = torch.where(mask, kl.detach() if self.detach else kl, 0.0)
         out = next_or_root(tensordict)
         # Compute everything before writing anything, so that an error leaves the TensorDict unchanged.
         if self.add_to_reward:
             coefficient = self.coefficient()
             penalty = coefficient * kl
-            refuse(layout.not_finite(penalty, mask, f"{coefficient:g} · KL"), str(self.reward_key))
-            reward = _penalised(out, self.reward_key, penalty, layout)
+            refuse(tokens.not_finite(penalty, mask, f"{coefficient:g} · KL"), str(self.reward_key))
+            reward = _penalised(out, self.reward_key, penalty, tokens)
         # The reward last: were the KL refused afterwards, a second call would penalise it again.
-        out.set(self.kl_key, layout.stored(kl))
+        out.set(self.kl_key, tokens.stored(kl))
         if self.add_to_reward:
             of_rows = isinstance(reward, list)
             for holder, one in zip(rows(out), reward, strict=True) if of_rows else [(out, reward)]:
@@ -252,7 +255,7 @@ class KLComputation(TensorDictModuleBase):
         return tensordict
 
 
-def _penalised(td: TensorDictBase, key: NestedKey, penalty: Tensor, layout: TokenLayout) -> Any:
+def _penalised(td: TensorDictBase, key: NestedKey, penalty: Tensor, tokens: TokenRows) -> Any:
     """Return the reward under `key` minus the flat `penalty`, in the layout and dtype of the reward.
 
     One reward per token is of shape ``[*batch, width]``, as wide as ``tokens.full`` (or as ``pad_output=True`` would
@@ -264,23 +267,19 @@ def _penalised(td: TensorDictBase, key: NestedKey, penalty: Tensor, layout: Toke
             "reward_key, or leave rewards unchanged: KLComputation or RetrieveKL with add_to_reward=False",
             field=str(key),
         )
-    try:
-        reward = td.get(key)
-    except RuntimeError:
-        # Bare rows of different lengths, which only a lazy stack can hold.
-        return _less([row.get(key) for row in rows(td)], key, penalty, layout)
+    reward = entry(td, key)
     if not isinstance(reward, PerToken):
-        return _less(reward, key, penalty, layout)
+        return _less(reward, key, penalty, tokens)
     given, reduced = reward.full, reward.clone(False)
     dense = isinstance(given, Tensor) and reward.padded
-    reduced.full = _less(given if dense else flat(given), key, penalty, layout)
+    reduced.full = _less(given if dense else flat(given), key, penalty, tokens)
     return reduced
 
 
-def _less(reward: Any, key: NestedKey, penalty: Tensor, layout: TokenLayout) -> Any:
+def _less(reward: Any, key: NestedKey, penalty: Tensor, tokens: TokenRows) -> Any:
     """Return a dense reward, or a list of rows, minus the flat `penalty`."""
     if isinstance(reward, list):
-        parts = layout.ragged(penalty).split()
+        parts = tokens.ragged(penalty).split()
         if len(reward) != len(parts):
             raise invalid(str(key), f"got {len(reward)} rows of rewards for {len(parts)} rows of tokens")
         pairs = list(zip(reward, parts, strict=True))
@@ -291,12 +290,12 @@ def _less(reward: Any, key: NestedKey, penalty: Tensor, layout: TokenLayout) -> 
         }
         refuse(problems, str(key))
         return [_minus(one, part if one.numel() == len(part) else part.sum()) for one, part in pairs]
-    batch, width = layout.batch, layout.columns.shape[-1]
+    batch, width = tokens.shape, tokens.columns.mask.shape[-1]
     shape = tuple(reward.shape) if isinstance(reward, Tensor) else (-1,)
     if shape[: len(batch)] == batch and math.prod(shape[len(batch) :]) == 1:
-        return _minus(reward, layout.row_sums(penalty))
+        return _minus(reward, tokens.row_sums(penalty))
     if shape in ((*batch, width), (*batch, width, 1)):
-        return _minus(reward, layout.dense(penalty))
+        return _minus(reward, tokens.dense(penalty))
     raise invalid(
         str(key),
         f"expected one reward per sequence, {list(batch)} or {[*batch, 1]}, or one per token of tokens.full, "
@@ -421,11 +420,7 @@ class RetrieveLogProb(TensorDictModuleBase):
         return found, next((one for one in labels if one is not None and one.support == "truncated"), None)
 
     def _refuse_other(self, target: TensorDictBase, new: Sequence[Provenance | None]) -> None:
-        """Refuse to replace log-probs by those of another model, or, if they are of sampling, another provenance.
-
-        Args:
-            new: the provenance of the scores, one for each row.
-        """
+        """Refuse to replace log-probs by those of another model, or, if they are of sampling, another provenance."""
         of_model = attrgetter("backend", "model", "adapter")
         there = target.get(self.log_probs_key, None)
         if self.overwrite or not isinstance(there, LogProbs):

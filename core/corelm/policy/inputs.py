@@ -90,9 +90,8 @@ class InputReader:
 
     Attributes:
         keys: by part, the key that is read, for example ``("history", "prompt")``.
-        read: a function of a TensorDict, the part ("prompt" to generate, "full" to score), the backend, and whether
-            the mask of the assistant's tokens is needed. It returns rows of ids on the CPU, and raises the errors of
-            `LLMPolicy.forward`. A row that cannot be read is left empty and added to `problems` if such are skipped.
+        read: returns the rows of a part, with ids on the CPU. A row that cannot be read is left empty and
+            added to `problems` if such are skipped.
     """
 
     def __init__(self, options: PolicyOptions) -> None:
@@ -499,10 +498,7 @@ def render_chats(
         begun: for each conversation the turn that the answer continues, as `final_turns` returned it, or None.
         prompt: whether the assistant's next turn, or the rest of its last one, is to be sampled.
         problems: conversations that are left empty. Those that cannot be rendered are added; None refuses them.
-        options: the other arguments of `render`.
-
-    Raises:
-        InvalidRequestError, TemplateError: those of `render`; rows are numbered as in `chats`.
+        options: the others of `render` and `segments_of`. So are the errors, with rows as in `chats`.
     """
     engine = backend.engine
     options |= {"tokenizer": engine.tokenizer, "tokenize": backend.tokenize, "eos_ids": engine.eos_token_ids}
@@ -583,12 +579,7 @@ def _leaves(value: Any) -> tuple[list[Any], tuple[int, ...]]:
 
 
 def _tokenized(backend: Backend, texts: Sequence[str], **options: Any) -> TokenizeResult:
-    """Tokenize texts. One that begins with BOS itself, as rendered prompts and `text.full` do, does not get a second.
-
-    Args:
-        texts: they can be encoded.
-        options: fields of the `TokenizeRequest`.
-    """
+    """Tokenize texts. One that begins with BOS itself, as rendered prompts do, does not get a second."""
     batch: TokenizeResult = backend.engine.convert("tokenize", TokenizeRequest(texts=tuple(texts), **options))
     bos = getattr(backend.engine.tokenizer, "bos_token_id", None)
     if bos is None:
@@ -699,7 +690,7 @@ def read_ids(
     """Return ids without their pads. Sequences keep their split and, if dense, their columns.
 
     Args:
-        part: what the ids are; "full" reads the mask of the assistant's tokens as well.
+        part: "full" reads the mask of the assistant's tokens as well.
         masks: what is under the key of the masks: `Masks` or a plain TensorDict, or nothing that is read.
         attention: an attention mask that is read instead of theirs; None reads theirs.
         backend: refuses dense ids without a mask that begin or end with its pad id; None looks for no pads.

@@ -325,12 +325,7 @@ _DEFAULTS: dict[str, Any] = {option.name: option.default for option in dataclass
 
 
 def _refuse_unknown(given: Mapping[str, Any], sampling: SamplingParams) -> None:
-    """Refuse an option that a policy does not have, and say what to type instead.
-
-    Args:
-        given: options by name.
-        sampling: the sampling parameters so far, which new ones would replace.
-    """
+    """Refuse an option that a policy does not have, and say what to type instead, given its `sampling`."""
     name = next((name for name in given if name not in OPTIONS), None)
     if name is None:
         return

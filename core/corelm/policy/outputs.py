@@ -8,7 +8,6 @@ other tokens, log-probs under a key that has some) is refused before the engine 
 from __future__ import annotations
 
 import logging
-import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,8 +23,8 @@ from corelm.backend.backend import Backend
 from corelm.containers.assemble import assemble
 from corelm.containers.classes import NO_ID, LogProbs, Masks, Text, Tokens, flat, is_padded, objects
 from corelm.containers.history import ChatHistory
-from corelm.containers.reading import key_parts
-from corelm.containers.turns import REQUEST_FIELDS, SampledRows
+from corelm.containers.reading import key_parts, provenance_of_rows
+from corelm.containers.turns import REQUEST_FIELDS, sampled_log_probs, sampled_tokens
 from corelm.errors import (
     InvalidRequestError,
     MissingKeyError,
@@ -42,6 +41,7 @@ from corelm.policy.options import Keys, PolicyOptions, ResponseParser
 from corelm.policy.rows import InputRows, labelled
 from corelm.rendering.render import special_tokens
 from corelm.rendering.response_parsers import NamedParser, parser_named
+from corelm.rendering.template import any_of
 from corelm.spec.answer_text import HALF_CHARACTER, answer_texts, decoded
 from corelm.spec.message import Message
 from corelm.spec.records import ContainerRequest, GenerateResult, Parts, ScoreResult
@@ -468,16 +468,13 @@ def whole_texts(
     """Return the texts of answers for a parser, with the special tokens that are its marks, and a character.
 
     What looks like a special token and is none has this character in it; it is "" if there is no such text.
-
-    Args:
-        prompts: as for `answer_texts`.
+    `prompts` are those of `answer_texts`.
     """
     batch = without_eos(batch, backend)
     said = list(answer_texts(batch, replace(sampling, skip_special_tokens=False), backend.tokenizer, prompts))
     before = [[]] * len(said) if prompts is None else prompts.tolist()
     specials = special_tokens(backend.tokenizer)
-    longest_first = sorted(filter(None, specials.values()), key=len, reverse=True)
-    special = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+    special = any_of(specials.values())
     mark = next(each for each in map(chr, _NONCHARACTERS) if each not in "".join(said))
     typed = ""
     for row, ids in enumerate(batch.ids.tolist()):
@@ -623,24 +620,23 @@ def partial_answers(found: Any, rows: InputRows, options: PolicyOptions) -> Gene
         raise invalid(name, f"expected the TensorDict that a policy returned, got a {type(found).__name__}")
     if "finish_reason" not in found.keys():
         raise MissingKeyError("continue_from: it has no finish_reason, as answers do", field=name)
-    sampled = SampledRows.read(found, name, name, tokens=keys.tokens, log_probs=keys.log_probs, masks=keys.masks)
-    start, stop = sampled.prompt_lengths, sampled.full.lengths
-    prompts = sampled.full.slice(stop=start)
+    ids, start = sampled_tokens(found, name, name, tokens=keys.tokens, masks=keys.masks)
+    prompts, stop = ids.slice(stop=start), ids.lengths
     wanted = rows.ids.repeat(options.num_samples or 1)
     if len(prompts) != len(wanted):
         raise invalid(name, f"has {len(prompts)} answers, but the policy is asked for {len(wanted)}")
     pairs = enumerate(zip(prompts.tolist(), wanted.tolist(), strict=True))
     refuse({row: "answers another prompt" for row, (one, other) in pairs if one != other}, name)
     answers: dict[str, Any] = {
-        "ids": sampled.full.slice(start, stop),
+        "ids": ids.slice(start, stop),
         "logprobs": None,
         "finish_reasons": tuple(objects(found.get("finish_reason"), len(found.batch_size))),
         "adapter": options.adapter,
     }
-    if not sampled.values:
+    if not (values := sampled_log_probs(found, keys.log_probs, keys.masks)):
         return GenerateResult(**answers)
-    answers |= {REQUEST_FIELDS[name]: values.slice(start, stop) for name, values in sampled.values.items()}
-    labels = sampled.provenances
+    answers |= {given: values[name].slice(start, stop) for name, given in REQUEST_FIELDS.items() if name in values}
+    labels = provenance_of_rows(found.get(keys.log_probs), len(ids))
     refuse({row: "its provenance is not known" for row, one in enumerate(labels) if one is None}, name)
     known = [one for one in labels if one is not None]
     if len({(one.distribution, one.adapter) for one in known}) > 1:

@@ -22,7 +22,7 @@ from corelm.backend.streams import AnswerStream, AsyncAnswerStream
 from corelm.batching import BatchingState, DynamicBatcher, Limits
 from corelm.containers.assemble import dense_columns
 from corelm.errors import CapabilityError, printable
-from corelm.opening import get_backend
+from corelm.opening import get_backend, kind_and_call
 from corelm.policy.inputs import PASSED, InputReader
 from corelm.policy.options import PolicyOptions, out_keys
 from corelm.policy.outputs import AnswerReader, deliver, must_have_room, partial_answers, scored
@@ -32,7 +32,7 @@ from corelm.spec.records import GenerateResult, ScoreResult
 from corelm.spec.sampling import SamplingParams
 from corelm.tensors.categorical import MaskedCategorical
 from corelm.tensors.modes import no_inference_mode
-from corelm.tensors.ragged import Ragged
+from corelm.tensors.ragged import Ragged, counted_positions
 
 Positions = Literal["attention", "assistant", "response"]
 
@@ -366,13 +366,10 @@ class LLMPolicy(_NotMoved, TensorDictModuleBase):
         logits = kept.scatter(columns.mask, 0.0)
         if batch.temperature != 1.0:
             logits = logits / batch.temperature
-        counts = batch.scored.scatter(columns.mask, False)
+        counts = batch.scored.scatter(columns.mask, False).reshape(shape)
         if not isinstance(mask, Tensor):
             mask = self._positions(rows, batch, mask).scatter(columns.mask, False).reshape(shape)
-        if mask.shape != shape or mask.dtype.is_floating_point:
-            raise validate.invalid("mask", f"expected bool{list(shape)}, got {mask.dtype}{list(mask.shape)}")
-        counts = counts.reshape(shape) & mask.to(counts.device, torch.bool)
-        return MaskedCategorical(logits.reshape(*shape, logits.shape[-1]), counts)
+        return MaskedCategorical(logits.reshape(*shape, logits.shape[-1]), counts & counted_positions(mask, counts))
 
     @no_inference_mode()
     def log_prob(self, tensordict: TensorDictBase) -> Any:
@@ -467,17 +464,10 @@ def _refuse_compiling() -> NoReturn:
 
 
 def checked_backend(given: Any) -> Backend:
-    """Return `given` if it is an open backend.
-
-    Raises:
-        InvalidRequestError: it is anything else; the message says how to open one.
-    """
+    """Return `given` if it is an open backend. Refuse anything else, and say how to open one."""
     if isinstance(given, Backend):
         return given
-    call = "get_backend('transformers', 'PATH')"
-    if isinstance(given, torch.nn.Module):
-        call = "get_backend('transformers', model, tokenizer=tokenizer)"
-    kind = "None" if given is None else f"a {type(given).__name__}"
+    kind, call = kind_and_call(given)
     raise validate.invalid("backend", f"expected an open backend or the name of one, got {kind}; pass {call}")
 
 

@@ -88,11 +88,7 @@ class InputRows:
 
 
 def room_for_prompts(sampling: SamplingParams, capabilities: Capabilities) -> int | None:
-    """Return how many tokens a prompt may have; None if the engine names no limit.
-
-    Raises:
-        InvalidRequestError: the answer alone fills the context.
-    """
+    """Return how many tokens a prompt may have; None without a limit. Refuse an answer that fills the context."""
     context = capabilities.max_context
     if context is None:
         return None

@@ -92,11 +92,7 @@ def encode_completions(
     boundary: Boundary = "joint",
     options: Mapping[str, Any] | None = None,
 ) -> EncodedCompletions:
-    """Tokenize pairs of a prompt and a completion.
-
-    "joint" does what lm-eval does: whitespace at the end of a prompt belongs to the completion, both are tokenized
-    together, and the completion begins after as many tokens as the prompt has alone. "separate" tokenizes both by
-    themselves and joins the ids, as `DPOTrainer` of TRL 0.26 does.
+    """Tokenize pairs of a prompt and a completion. See `PolicyOptions.completion_boundary`.
 
     Special tokens that the tokenizer adds at the end of a text never count as the prompt's: with "joint" they follow
     the completion, with "separate" they are left out.

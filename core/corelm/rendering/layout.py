@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from corelm.errors import TemplateError
-from corelm.rendering.template import Template, json_escape, map_strings
+from corelm.rendering.template import Template, any_of, json_escape, map_strings
 from corelm.validate import nested_texts, unencodable
 
 Span = tuple[int, int]
@@ -32,7 +32,6 @@ class WrittenText(NamedTuple):
     """What a template wrote, without marks.
 
     Attributes:
-        text: the text.
         literals: ``[start, stop)`` of the texts of special tokens that users typed, ascending.
         spans: ``[start, stop)`` of what is in the template's ``{% generation %}`` blocks, ascending.
         edges: where marks stood.
@@ -48,7 +47,7 @@ class Turn(NamedTuple):
     """An assistant's turn in a text.
 
     Attributes:
-        start: where the prompt for it ends. end: where what it says ends. stop: where its end marker ends.
+        start, end, stop: where the prompt for it, what it says, and its end marker end.
     """
 
     start: int
@@ -74,8 +73,8 @@ class Writer:
         self.reads_blocks = wants_masks and template.marks_assistant
         tags = [f"{{{{ '{mark}0-{kind}{mark}' }}}}" if self.reads_blocks else "" for kind in (_OPEN, _CLOSE)]
         self.template, self.mark, self.end_texts = template.with_marks(*tags), mark, end_texts
-        self._specials = sorted(filter(None, specials), key=len, reverse=True)
-        self.special = re.compile("|".join(map(re.escape, self._specials)) or "(?!)")
+        self._specials = list(specials)
+        self.special = any_of(specials)
         # The name of a slot has letters of both cases, so that a filter such as `upper` visibly alters it.
         self._marked = re.compile(f"{mark}(?:Text([0-9]+)|([0-9]+)-([0-9])){mark}")
         self.learned: dict[str, Any] = {}
@@ -93,11 +92,7 @@ class Writer:
         return map_strings(value, lambda text: self.special.sub(slot, text))
 
     def write(self, messages: Messages, prompt: bool) -> WrittenText:
-        """Render messages, with slots for special tokens that users typed, and a generation prompt if `prompt`.
-
-        Raises:
-            TemplateError: the template fails, or alters contents that hold a slot.
-        """
+        """Render messages, with slots for special tokens that users typed. A template may not alter slots."""
         raw = self.template(messages, prompt)
         parts: list[str] = []
         literals: list[Span] = []
@@ -216,11 +211,7 @@ class Layout:
                 )
 
     def turn(self, number: int, *, sampled: bool = False) -> Turn:
-        """Return where an assistant's turn is; of one that was `sampled`, only the end has to be right.
-
-        Raises:
-            TemplateError: the text does not show it.
-        """
+        """Return where an assistant's turn is; of one that was `sampled`, only the end has to be right."""
         found = self._find(number, sampled)
         if found is None:
             raise TemplateError(

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,6 +38,7 @@ from corelm.rendering.encoding import Tokenize
 from corelm.rendering.layout import Layout, Span, Writer
 from corelm.rendering.template import (
     Template,
+    any_of,
     check_encodable,
     json_escape,
     map_chats,
@@ -78,27 +78,11 @@ def render(
     tokenizer: Any,
     tokenize: Tokenize,
     *,
-    add_generation_prompt: bool,
-    continue_final_message: bool = False,
-    eos_ids: Collection[int],
-    chat_template: str | None = None,
-    template_kwargs: Mapping[str, Any] | None = None,
     prefer_tokens: bool = True,
     want_assistant: bool = True,
+    **options: Any,
 ) -> RenderedChats:
-    """Render and tokenize conversations; sampled turns keep their ids.
-
-    Args:
-        add_generation_prompt: True for a prompt to sample from. False for a conversation to score: if its last turn is
-            sampled, it ends with the last sampled id.
-        continue_final_message: True for a prompt whose answer continues its last turn: it ends with what the template
-            writes up to the end of that turn's content, or with the turn's ids if it was sampled.
-        eos_ids: the ids that end a turn. Where a sampled turn ends with one of them, or with another special token, the
-            template's own end of that turn is left out.
-        chat_template: the template to use instead of the tokenizer's own.
-        template_kwargs: variables for the template, such as `tools`.
-        prefer_tokens: False renders sampled turns from their text.
-        want_assistant: False skips the assistant masks.
+    """Render and tokenize conversations; sampled turns keep their ids. See `segments_of` for `options`.
 
     Raises:
         TemplateError: there is no template, or it fails, or it leaves out what a message says, or does not show where a
@@ -108,16 +92,7 @@ def render(
         CapabilityError: masks need character offsets, and `tokenize` returns none.
     """
     cut = getattr(tokenizer, "render_segments", None) or partial(segments_of, tokenizer=tokenizer)
-    segments = cut(
-        chats,
-        add_generation_prompt=add_generation_prompt,
-        continue_final_message=continue_final_message,
-        eos_ids=eos_ids,
-        chat_template=chat_template,
-        template_kwargs=template_kwargs,
-        prefer_tokens=prefer_tokens,
-        want_assistant=want_assistant,
-    )
+    segments = cut(chats, prefer_tokens=prefer_tokens, want_assistant=want_assistant, **options)
     # With tokens added to the tokenizer, texts have other ids.
     added = len(getattr(tokenizer, "added_tokens_decoder", ()))
     known: dict[Segment, _Encoded] = memory.of(getattr(tokenize, "__self__", tokenize)).setdefault(added, {})
@@ -140,7 +115,7 @@ def render(
 
 def _warn_of_spelled(chats: Sequence[Chat], specials: Collection[str], prefer_tokens: bool) -> None:
     """Warn, once per special token, that it is read as characters where an assistant's turn spells it out."""
-    special = re.compile("|".join(map(re.escape, sorted(filter(None, specials), key=len, reverse=True))))
+    special = any_of(specials)
     for number, message in ((at, each) for chat in chats for at, each in enumerate(chat) if each.role == "assistant"):
         if prefer_tokens and message.token_ids is not None:
             continue
@@ -261,15 +236,22 @@ def segments_of(
     chats: Sequence[Chat],
     tokenizer: Any,
     *,
-    chat_template: str | None,
-    template_kwargs: Mapping[str, Any] | None,
+    chat_template: str | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
     eos_ids: Collection[int],
     **options: bool,
 ) -> list[list[Segment]]:
-    """Render conversations and cut them into segments, which are still to be tokenized. See `render`.
+    """Render conversations and cut them into segments, which are still to be tokenized.
 
     A tokenizer in another process has a method `render_segments` with the same arguments: it renders a whole batch
-    there.
+    there. Errors are those of `render`.
+
+    Args:
+        chat_template: the template to use instead of the tokenizer's own.
+        template_kwargs: variables for the template, such as `tools`.
+        eos_ids: the ids that end a turn. Where a sampled turn ends with one of them, or with another special token, the
+            template's own end of that turn is left out.
+        options: the flags of `_Cutter`.
     """
     template = Template.find(tokenizer, chat_template, template_kwargs or {})
     cutter = _Cutter(chats, template, special_tokens(tokenizer), eos_ids, **options)
@@ -278,16 +260,25 @@ def segments_of(
 
 @dataclass
 class _Cutter:
-    """Cuts conversations into segments, all with the same template and settings. See `render`."""
+    """Cuts conversations into segments, all with the same template and settings.
+
+    Attributes:
+        add_generation_prompt: True for a prompt to sample from. False for a conversation to score: if its last turn is
+            sampled, it ends with the last sampled id.
+        continue_final_message: True for a prompt whose answer continues its last turn: it ends with what the template
+            writes up to the end of that turn's content, or with the turn's ids if it was sampled.
+        prefer_tokens: False renders sampled turns from their text.
+        want_assistant: False skips the assistant masks.
+    """
 
     chats: Sequence[Chat]
     template: Template
     specials: Mapping[int, str]
     eos_ids: Collection[int]
     add_generation_prompt: bool
-    continue_final_message: bool
     prefer_tokens: bool
     want_assistant: bool
+    continue_final_message: bool = False
 
     def __post_init__(self) -> None:
         self._known = memory.of(self.template.tokenizer)
@@ -324,11 +315,7 @@ class _Cutter:
         return self._known[key]
 
     def cut(self, row: int) -> list[Segment]:
-        """Return the segments of a conversation.
-
-        Raises:
-            TemplateError: the template fails or does not show where a turn is.
-        """
+        """Return the segments of a conversation."""
         chat, beginning, before, segments = self.chats[row], self._root, "", list[Segment]()
         previous: _Sampled | None = None
         for number, message in enumerate(chat):

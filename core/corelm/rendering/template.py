@@ -29,6 +29,11 @@ _GENERATION = re.compile(r"\{%(?P<left>[-+]?)\s*(?P<end>end)?generation\s*(?P<ri
 _TOOLS, _CALLS = re.compile(r"\btools\b"), re.compile(r"\btool_calls\b")
 
 
+def any_of(texts: Iterable[str]) -> re.Pattern[str]:
+    """Return a pattern for any of these texts, the longest first."""
+    return re.compile("|".join(map(re.escape, sorted(filter(None, texts), key=len, reverse=True))) or "(?!)")
+
+
 def json_escape(text: str) -> str:
     """Return the text as JSON writes it, without the quotes."""
     return json.dumps(text)[1:-1]
@@ -50,16 +55,9 @@ class Template:
 
     @classmethod
     def find(cls, tokenizer: Any, chat_template: str | None, kwargs: Mapping[str, Any]) -> Template:
-        """Return the given template, else the tokenizer's own.
+        """Return the given template, else the tokenizer's own. Refuse one that does not read given tools.
 
-        Args:
-            chat_template: jinja text, the name of one of the tokenizer's templates, or "chatml".
-
-        Raises:
-            TemplateError: no template was given, and the tokenizer has none; no template has the given name; or there
-                are tools, which the template does not read.
-            InvalidRequestError: the template is not a str; or it or one of its variables holds text that cannot be
-                encoded, or variables that are nested too deep or hold themselves.
+        `chat_template` is jinja text, the name of one of the tokenizer's templates, or "chatml".
         """
         if chat_template is not None and not isinstance(chat_template, str):
             raise invalid("chat_template", f"expected a str or None, got {shown(chat_template)}")
@@ -95,11 +93,7 @@ class Template:
         return cls(tokenizer, source, kwargs)
 
     def __call__(self, chat: Sequence[Mapping[str, Any]], add_generation_prompt: bool, tokenize: bool = False) -> Any:
-        """Render one conversation.
-
-        Raises:
-            TemplateError: the template failed (its error is the cause) or wrote too much.
-        """
+        """Render one conversation. A `TemplateError` says that the template failed or wrote too much."""
         try:
             rendered = self._apply(list(chat), add_generation_prompt, tokenize)
         except Exception as error:
@@ -130,11 +124,7 @@ class Template:
         return apply(chat, tokenize=tokenize, add_generation_prompt=add_generation_prompt, **template, **self.kwargs)
 
     def refuse_lost_calls(self, chat: Sequence[dict[str, Any]], kept: Sequence[bool]) -> None:
-        """Refuse a conversation with calls that the template does not write, except in turns whose ids are kept.
-
-        Raises:
-            TemplateError: it has such calls.
-        """
+        """Refuse calls that the template does not write, except in turns whose ids are kept."""
         lost = [not own and bool(turn.get("tool_calls")) for turn, own in zip(chat, kept, strict=True)]
         if not any(lost) or (self.source is not None and _CALLS.search(self.source)):
             return
@@ -176,11 +166,7 @@ def _told(error: Exception) -> str:
 
 
 def check_encodable(chats: Sequence[Sequence[dict[str, Any]]]) -> None:
-    """Refuse conversations with text that cannot be encoded.
-
-    Raises:
-        InvalidRequestError: `rows` are the conversations at fault; the messages name the field.
-    """
+    """Refuse conversations with text that cannot be encoded, by row and field."""
     problems: dict[int, str] = {}
     for row, chat in enumerate(chats):
         for position, message in enumerate(chat):
@@ -203,11 +189,7 @@ def map_strings(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def map_chats(function: Callable[[T], R], chats: Iterable[T]) -> list[R]:
-    """Apply `function` to every conversation. If some fail, one error names them all.
-
-    Raises:
-        TemplateError: `rows` are the conversations that failed; the cause is that of the first one.
-    """
+    """Apply `function` to every conversation. If some fail, one `TemplateError` has them all as its `rows`."""
     results: list[R] = []
     failed: dict[int, TemplateError] = {}
     for index, chat in enumerate(chats):
@@ -253,11 +235,7 @@ _TURN = re.compile(r"<\|im_start\|>(?P<role>[^\n]*)\n(?P<content>.*?)(?P<end><\|
 def named_template(given: str, own: Any) -> str:
     """Return the jinja text of a template: `given` itself, or the one in `own` or of core that has this name.
 
-    Args:
-        own: the tokenizer's own templates, if they have names.
-
-    Raises:
-        TemplateError: `given` is neither a name nor jinja text. Rendered, it would stand for every conversation.
+    What is neither a name nor jinja text is refused: rendered, it would stand for every conversation.
     """
     named = {**TEMPLATES, **own} if isinstance(own, Mapping) else TEMPLATES
     if given not in named and "{" not in given:

@@ -113,8 +113,7 @@ def answer_texts(
 ) -> tuple[str, ...]:
     """Return one text per answer: the engine's own, or the decoded ids, without the stop string that ended it.
 
-    Args:
-        prompts: int64, the ids whose text each answer continues, such as those of its prompt; None for none.
+    `prompts` are the ids, int64, whose text each answer continues, such as its prompt's; None for none.
     """
     texts = batch.texts
     if texts and not sampling.stop:

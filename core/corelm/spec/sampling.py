@@ -184,11 +184,8 @@ class SamplingParams:
         """Return the parameters that an engine must declare to be given them: not at their default, and not left to
         core.
         """
-        found = {}
-        for name in DECLARED:
-            if getattr(self, name) != getattr(_NEUTRAL, name):
-                found[name] = getattr(self, name)
-        return found
+        given = {name: getattr(self, name) for name in DECLARED}
+        return {name: value for name, value in given.items() if value != getattr(_NEUTRAL, name)}
 
 
 def _canonical(given: Mapping[str, Any], none_is_default: bool = False) -> dict[str, Any]:

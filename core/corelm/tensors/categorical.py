@@ -11,7 +11,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributions import Distribution, constraints
 
-from corelm.errors import InvalidRequestError, Problems, refuse
+from corelm.errors import Problems, refuse
+from corelm.tensors.ragged import counted_positions
+from corelm.validate import invalid
 
 #: Returns values of logits[n, vocab] and ids[n, ...].
 _Values = Callable[[Tensor, Tensor], Tensor]
@@ -53,14 +55,8 @@ class MaskedCategorical(Distribution):
     SLICE: ClassVar = 2**24
 
     def __init__(self, logits: Tensor, mask: Tensor) -> None:
-        if mask.shape != logits.shape[:-1] or mask.dtype.is_floating_point:
-            raise InvalidRequestError(
-                f"mask: expected bool{list(logits.shape[:-1])} for logits {list(logits.shape)}, "
-                f"got {mask.dtype}{list(mask.shape)}",
-                field="mask",
-            )
         self.logits = logits
-        self.mask = mask.to(logits.device, torch.bool)
+        self.mask = counted_positions(mask, logits[..., 0])
         super().__init__(batch_shape=mask.shape, validate_args=False)
 
     def log_prob(self, value: Tensor) -> Tensor:
@@ -74,15 +70,13 @@ class MaskedCategorical(Distribution):
         """
         extra = value.ndim - self.mask.ndim
         if extra < 0 or value.shape[extra:] != self.mask.shape:
-            raise InvalidRequestError(
-                f"value: expected ids [..., {', '.join(map(str, self.mask.shape))}], got {list(value.shape)}",
-                field="value",
-            )
+            wanted = f"ids [..., {', '.join(map(str, self.mask.shape))}]"
+            raise invalid("value", f"expected {wanted}, got {list(value.shape)}")
         index = self._index
         ids = value.to(self.mask.device)[..., self.mask].reshape(math.prod(value.shape[:extra]), len(index))
         vocab = self.logits.shape[-1]
         if bool(((ids < 0) | (ids >= vocab)).any()):
-            raise InvalidRequestError(f"value: an id is outside the vocabulary of {vocab}", field="value")
+            raise invalid("value", f"an id is outside the vocabulary of {vocab}")
         found = _BySlice.apply(self._rows, index, ids.T, self._step, _log_prob_of)
         return self._spread(found.T, 0.0).reshape(value.shape)
 
@@ -145,9 +139,7 @@ class MaskedCategorical(Distribution):
 
 
 def _slices(rows: Tensor, index: Tensor, step: int) -> Iterator[tuple[slice, Tensor]]:
-    """Yield the rows with the numbers in `index`, `step` at a time, in float32 or more, each slice with its place in
-    `index`.
-    """
+    """Yield the rows in `index`, `step` at a time, in float32 or more, each slice with its place in `index`."""
     dtype = torch.promote_types(rows.dtype, torch.float32)
     for start in range(0, len(index), step):
         at = slice(start, start + step)

@@ -369,12 +369,9 @@ _MASK = "expected True and False, or 1 and 0; got a mask"
 
 
 def as_mask(given: Any, field: str) -> Tensor:
-    """Return a mask as bool. It may hold zeros and ones, as transformers writes masks.
+    """Return a mask as bool. It may hold zeros and ones, as transformers writes masks, and nothing else.
 
     An additive mask, 0 for tokens and −inf for pads, would mean the opposite as bool, and NaN would be True.
-
-    Raises:
-        InvalidRequestError: it is not a plain tensor, has no values, or holds something else; the error names `field`.
     """
     if why := unreadable(given):
         why = f"expected True and False, or 1 and 0; got {why}"
@@ -388,3 +385,17 @@ def as_mask(given: Any, field: str) -> Tensor:
         raise invalid(field, why)
     mask: Tensor = given.to(torch.bool)
     return mask
+
+
+def shape_of(given: Any) -> str:
+    """Return the dtype and the shape of a tensor, or the type of anything else, for a message."""
+    return f"{given.dtype}{list(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
+
+
+def counted_positions(mask: Any, values: Tensor) -> Tensor:
+    """Return bool, shaped like `values` and on their device: which positions count. All of them without a mask."""
+    if mask is None:
+        return torch.ones_like(values, dtype=torch.bool)
+    if not isinstance(mask, Tensor) or mask.shape != values.shape or mask.dtype.is_floating_point:
+        raise invalid("mask", f"expected bool{list(values.shape)}, got {shape_of(mask)}")
+    return mask.to(values.device, torch.bool)

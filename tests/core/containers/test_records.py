@@ -66,6 +66,15 @@ def test_rows_without_scored_tokens_have_no_mean_and_no_sum() -> None:
     assert empty["log_probs"] == [] and empty["log_probs_sum"] is None and empty["log_probs_mean"] is None
 
 
+@both_layouts
+def test_log_probs_of_the_responses_alone_are_those_of_all_tokens(pad_output: bool) -> None:
+    td = batch((4,), pad_output)
+    whole = corelm.to_records(td)
+    td["log_probs"] = td["log_probs"].select("response")
+    assert corelm.to_records(td) == whole and "full" not in td["log_probs"].keys()
+    assert corelm.to_records(td, by="token") == corelm.to_records(batch((4,), pad_output), by="token")
+
+
 def test_a_policys_result_and_a_scoring_under_another_key() -> None:
     with corelm.get_backend("toy") as backend:
         policy = LLMPolicy(backend, sampling_params=SAMPLING, num_samples=2)
@@ -167,6 +176,9 @@ def test_mistakes_name_the_entry_and_say_what_to_type() -> None:
         corelm.to_records(td.exclude("masks"))
     with refused(InvalidRequestError, field="thing"):
         corelm.to_records(TensorDict(thing=NonTensorData(object(), batch_size=[4]), batch_size=[4]))
+    with refused(InvalidRequestError, field="tokens", rows=(0, 1, 3)):
+        prompts = TensorDict(tokens=batch()["tokens"].select("prompt"), masks=batch()["masks"], batch_size=[4])
+        corelm.to_records(prompts, by="token")
     with refused(InvalidRequestError, field="by"):
         corelm.to_records(td, by="rows")  # type: ignore[arg-type]
     with refused(InvalidRequestError, field="td"):

@@ -27,8 +27,8 @@ from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, TensorD
 from torch import Tensor
 
 from corelm import to_records
-from corelm.application import CONTAINERS, Path, TokenColumns, entries, non_tensors
-from corelm.containers import LogProbs, Masks, Tokens
+from corelm.application import CONTAINERS, Path, TokenRows, entries, non_tensors
+from corelm.containers import LogProbs, Masks, PerToken, Tokens
 from corelm.errors import printable
 from corelm.spec import Provenance
 from corelm.tensors.lazy_rows import FlatObjects, FlatRows, flat_source, lazy_rows
@@ -343,9 +343,10 @@ def _head_of(value: Any, dims: int, count: int) -> Any:
 
 def _token_cells(td: TensorDictBase, tokenizer: Any) -> list[str]:
     """Return the tokens of each row: the end of a long prompt and the beginning of a long response."""
-    if (found := TokenColumns.of(td)) is None:
+    if (found := TokenRows.of(td)) is None:
         return []
-    lengths, split = found.ids.lengths, found.prompt_lengths
+    tokens, split = found.ids()
+    lengths = tokens.lengths
     start = torch.zeros_like(lengths)
     if split is not None:
         start = (split - _PROMPT_TOKENS).clamp_min(0) * (lengths > _TOKENS)
@@ -354,11 +355,12 @@ def _token_cells(td: TensorDictBase, tokenizer: Any) -> list[str]:
     def shown(rows: Ragged) -> list[list[Any]]:
         return rows.slice(start, stop).tolist()
 
-    scores = [(shown(values), shown(scored)) for values, scored in found.log_probs.values()]
-    assistant = None if found.assistant is None else shown(found.assistant)
-    numbers = {key: shown(values) for key, values in found.numbers.items()}
+    scores = [tuple(map(shown, found.log_probs(path))) for path in found.paths_of(LogProbs)]
+    marks = found.assistant()
+    assistant = None if marks is None else shown(marks)
+    numbers = {".".join(path): shown(found.read((*path, "full"))) for path in found.paths_of(PerToken)}
     cells = []
-    for row, ids in enumerate(shown(found.ids)):
+    for row, ids in enumerate(shown(tokens)):
         first, pieces = int(start[row]), []
         for at, token in enumerate(ids):
             facts = [f"position {first + at}", f"id {token}"]
