@@ -87,7 +87,9 @@ def test_the_sets_are_those_that_truncation_leaves(backend: Backend, name: str) 
             assert kept == (expected[position] > -torch.inf).nonzero().flatten().tolist()
             assert mass[position] == pytest.approx(float(full[position, kept].logsumexp(-1)), abs=ATOL)
             if result.mode == "processed":
-                assert own[position] == pytest.approx(float(expected[position, answer[position]]), abs=ATOL)
+                # A low temperature enlarges how far the two forwards round apart.
+                atol = ATOL / min(1.0, temperature)
+                assert own[position] == pytest.approx(float(expected[position, answer[position]]), abs=atol)
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)
