@@ -50,15 +50,6 @@ def test_a_prefix_cache_of_the_old_weights_is_found_without_being_told_what_to_e
             backend.update_weights(weights(1, dtype))
 
 
-def test_weights_that_were_not_loaded_are_found_at_the_second_update_without_expect() -> None:
-    with watched(Ignoring) as backend:
-        # Nothing is known of the weights that the engine was opened with.
-        assert backend.update_weights(weights(1)) == "1"
-        assert backend.update_weights(weights(1)) == "2"
-        with pytest.raises(StaleWeightsError):
-            backend.update_weights(weights(2))
-
-
 def test_a_state_dict_and_a_folder_of_it_count_as_the_same_weights(tmp_path: Any) -> None:
     model = tiny_model(seed=1)
     model.save_pretrained(tmp_path)

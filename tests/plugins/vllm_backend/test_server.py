@@ -15,10 +15,6 @@ from helpers.http_server import FaultServer, Reply, Request, hang, held, json_re
 from helpers.processes import wait_until
 
 
-def hang_completions(request: Request) -> Reply | None:
-    return hang() if request.path == "/v1/completions" else None
-
-
 @pytest.mark.parametrize(("device", "lora", "alone"), [("cpu", {}, True), ("cpu", None, False), ("cuda", {}, False)])
 def test_a_cpu_server_with_lora_is_sent_one_row_to_score_at_a_time(
     connect: Connect, fake: FakeVLLM, server: FaultServer, device: str, lora: Any, alone: bool
