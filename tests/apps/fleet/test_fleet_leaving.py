@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import _thread
 import gc
-import signal
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -207,15 +206,7 @@ def test_a_fleet_that_is_dropped_leaves_no_thread() -> None:
     assert wait_until(ended)
 
 
-@pytest.fixture
-def interruptible() -> Iterator[None]:
-    """Undo for a test what a shell does to background processes: they ignore Ctrl-C."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-def test_an_interrupt_ends_the_wait_and_the_calls(interruptible: None) -> None:
+def test_an_interrupt_ends_the_wait_and_the_calls() -> None:
     with Toys("a", "b", before=hang) as toys:
 
         def interrupt() -> None:
@@ -254,7 +245,7 @@ def test_an_interrupt_while_engines_begin_to_open_closes_those_that_have_begun()
     assert len(made) == 1
 
 
-def test_an_interrupt_ends_the_wait_for_new_weights(interruptible: None) -> None:
+def test_an_interrupt_ends_the_wait_for_new_weights() -> None:
     begun, loaded, ended = threading.Event(), threading.Event(), list[bool]()
 
     def before(engine: MortalToy, hook: str, request: Any) -> None:
