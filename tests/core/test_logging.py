@@ -16,14 +16,6 @@ from corelm.backend.call_log import place
 from corelm.batching import DynamicBatcher
 from corelm.errors import BackendTimeoutError
 
-ROOT = Path(__file__).parents[2]
-SOURCES = [
-    path
-    for top in ("core", "kits", "plugins", "apps")
-    for path in (ROOT / top).rglob("*.py")
-    if "corelm_testing" not in str(path)
-]
-
 
 def logged(caplog: pytest.LogCaptureFixture, level: int) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno == level]
@@ -111,17 +103,6 @@ def test_a_timeout_is_told(batching: bool, caplog: pytest.LogCaptureFixture) -> 
 def test_secrets_in_a_url_are_left_out() -> None:
     assert place("https://me:pass@host:1/v1?key=abc#frag") == "https://host:1/v1"
     assert place("org/model?not-a-url") == "org/model?not-a-url"
-
-
-def test_the_loggers_are_named_after_their_modules_and_nothing_is_configured() -> None:
-    # That module reads what vLLM logs in vLLM's own processes.
-    for path in [source for source in SOURCES if source.name != "children.py"]:
-        source = path.read_text()
-        names = re.findall(r"getLogger\((.*?)\)", source)
-        assert set(names) <= {"__name__"}, path
-        assert not re.search(
-            r"\b(basicConfig|addHandler|setLevel|dictConfig|logging\.(info|warning|debug|error)\()", source
-        ), path
 
 
 @pytest.mark.process

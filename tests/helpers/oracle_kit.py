@@ -3,10 +3,13 @@
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
+from corelm import Backend
 from helpers import oracle
 from helpers.lora import lora, merged
+from helpers.tiny_models import random_rows
 
 
 class OracleKit:
@@ -23,6 +26,22 @@ class OracleKit:
 
     def next_logprobs(self, ids: list[int], temperature: float) -> Tensor:
         return (oracle.next_logits(self.model, ids)[-1] / temperature).log_softmax(-1)
+
+
+class ManyRows:
+    """A test of many rows in one call, next to the kit."""
+
+    def test_64_rows_of_all_lengths_in_one_call_are_those_of_the_model(self: Any, backend: Backend) -> None:
+        rows = random_rows(*(1 + (37 * i * i) % 440 for i in range(64)), seed=3)
+        sampling = {"max_new_tokens": 48, "temperature": 0.0, "ignore_eos": True}
+        answers = backend.generate(rows, sampling, logprobs="raw")
+        self.assert_true_answers(rows, answers)
+        for prompt, answer in zip(rows, answers.ids.tolist(), strict=True):
+            logits = oracle.next_logits(self.model, [*prompt, *answer])[len(prompt) - 1 : -1]
+            chosen = logits.gather(-1, torch.tensor(answer)[:, None])[:, 0]
+            # Of ids that rounding could swap, either may be the likeliest.
+            assert float((logits.amax(-1) - chosen).max()) <= self.tolerance
+        self.assert_true_scores(rows, backend.score_logprobs(rows))
 
 
 def lora_adapters(make_model: Callable[[], Any]) -> list[tuple[dict[str, Any], Callable[[list[int], float], Tensor]]]:

@@ -58,8 +58,8 @@ def scores(rows: Rows = ROWS) -> ScoreRequest:
     return scoring([ids for ids, _ in rows])
 
 
-def generating(stop_ids: frozenset[int] = frozenset()) -> GenerateRequest:
-    return generation([[5]] * len(ROWS), max_new_tokens=COUNT, stop_ids=stop_ids)
+def generating() -> GenerateRequest:
+    return generation([[5]] * len(ROWS), max_new_tokens=COUNT)
 
 
 def sent(reply: Any) -> Any:
@@ -161,48 +161,6 @@ def test_vllm_scores_are_what_a_plain_loop_reads() -> None:
             check(answering(VLLMServer, VLLM, *replies).score_logprobs(scores()), lists, vllm_plain)
 
 
-LABEL_DEFECTS: dict[str, Defect] = {
-    "none": lambda tokens: None,
-    "text": put(" the"),
-    "other-id": put("token_id:2"),
-    "padded": lambda tokens: tokens.__setitem__(MIDDLE, tokens[MIDDLE].replace(":", ":0")),
-    "number": put(7),
-    "null": put(None),
-    "joined": lambda tokens: tokens.__setitem__(slice(MIDDLE, MIDDLE + 2), ["\n".join(tokens[MIDDLE : MIDDLE + 2])]),
-    "short": lambda tokens: tokens.pop(),
-    "long": lambda tokens: tokens.append("token_id:5"),
-    "empty": lambda tokens: tokens.clear(),
-}
-
-
-def test_vllm_labels_are_compared_with_every_id() -> None:
-    for defect in LABEL_DEFECTS:
-        with case(defect):
-            replies, lists = [], []
-            for row, (ids, values) in enumerate(ROWS):
-                tokens = [f"token_id:{token}" for token in ids]
-                if row == 1:
-                    LABEL_DEFECTS[defect](tokens)
-                logprobs = {"tokens": tokens, "token_logprobs": values}
-                replies.append(sent({"choices": [{"finish_reason": "length", "token_ids": ids, "logprobs": logprobs}]}))
-                lists.append((tokens, values))
-
-            def plain(ids: list[int], entry: Any) -> Any:
-                right = entry[0] == [f"token_id:{token}" for token in ids]
-                return entry[1] if right else "its log-probs are not labelled with the ids of its tokens"
-
-            check(answering(VLLMServer, VLLM, *replies).generate(generating()), lists, plain)
-
-
-def test_vllm_names_the_first_stop_id_that_an_answer_goes_on_after() -> None:
-    ids = ROWS[1][0]
-    stop_ids = frozenset({ids[MIDDLE], ids[MIDDLE + 20]})
-    first = next(token for token in ids if token in stop_ids)
-    reply = {"choices": [{"finish_reason": "length", "token_ids": ids, "logprobs": None}]}
-    result = answering(VLLMServer, VLLM, *[reply] * 3).generate(generating(stop_ids))
-    assert result.errors is not None and f"after the stop id {first}" in result.errors[1]
-
-
 # SGLang ---------------------------------------------------------------------------------------------------------------
 
 ENTRY_DEFECTS: dict[str, Defect] = {
@@ -269,16 +227,3 @@ def test_sglang_entries_are_what_a_plain_loop_reads() -> None:
                 result = answering(SGLangBackend, SGLANG, *replies).score_logprobs(scores(rows))
                 plain = sglang_plain("input_token_logprobs", 1)
             check(result, lists, plain, rows)
-
-
-def test_sglang_cuts_an_answer_after_the_first_of_its_stop_ids() -> None:
-    ids = ROWS[1][0]
-    stop_ids = frozenset({ids[MIDDLE + 20], ids[MIDDLE]})
-    end = next(place for place, token in enumerate(ids, 1) if token in stop_ids)
-    replies = []
-    for row, values in ROWS:
-        entries = [[value, token, None] for value, token in zip(values, row, strict=True)]
-        meta = {"finish_reason": {"type": "length"}, "weight_version": "default", "output_token_logprobs": entries}
-        replies.append({"output_ids": row, "meta_info": meta})
-    result = answering(SGLangBackend, SGLANG, *replies).generate(generating(stop_ids))
-    assert result.ids.tolist()[1] == ids[:end] and result.finish_reasons[1] == "stop"

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from apps.fleet.conftest import looks
 from corelm import Backend
 from corelm.errors import StaleWeightsError
 from corelm_fleet import ProbeScores
-from corelm_fleet.canary import Canary, Watch, canary_of, probe_scores, watch
+from corelm_fleet.canary import Canary, probe_scores, watch
 from helpers.faulty_weights import Half, Ignoring, PrefixCaching, Restarting, StalePrefixes, open_faulty
 from helpers.tiny_models import tiny_model
 from transformers_backend import TransformersBackend
@@ -34,10 +35,6 @@ def watched(plugin: type[TransformersBackend], dtype: torch.dtype = torch.float3
     return backend
 
 
-def eye(backend: Backend) -> Watch:
-    return canary_of(backend)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_prefix_cache_of_the_old_weights_is_found_without_being_told_what_to_expect(dtype: torch.dtype) -> None:
     with watched(PrefixCaching, dtype) as backend:
@@ -48,15 +45,6 @@ def test_a_prefix_cache_of_the_old_weights_is_found_without_being_told_what_to_e
         backend.engine.plugin.cache.clear()
         with pytest.raises(StaleWeightsError):
             backend.update_weights(weights(1, dtype))
-
-
-def test_weights_that_were_not_loaded_are_found_at_the_second_update_without_expect() -> None:
-    with watched(Ignoring) as backend:
-        # Nothing is known of the weights that the engine was opened with.
-        assert backend.update_weights(weights(1)) == "1"
-        assert backend.update_weights(weights(1)) == "2"
-        with pytest.raises(StaleWeightsError):
-            backend.update_weights(weights(2))
 
 
 def test_a_state_dict_and_a_folder_of_it_count_as_the_same_weights(tmp_path: Any) -> None:
@@ -99,20 +87,20 @@ def test_a_step_smaller_than_the_tolerance_that_was_not_loaded_is_found_with_exp
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_server_restarted_with_its_first_weights_is_found(dtype: torch.dtype) -> None:
     with watched(Restarting, dtype) as backend:
-        eye(backend).look()
+        looks(backend).look()
         backend.engine.plugin.restart()
-        eye(backend).look()
+        looks(backend).look()
         backend.update_weights(weights(1, dtype), "tuned")
-        eye(backend).look()
+        looks(backend).look()
         backend.engine.plugin.restart()
         with pytest.raises(StaleWeightsError, match="those of the last good look"):
-            eye(backend).look()
+            looks(backend).look()
         # No row says that it comes from weights that it does not come from.
         assert backend.generate([[5, 6]], SHORT).weight_versions != ("tuned",)
         with pytest.raises(StaleWeightsError):
-            eye(backend).look()
+            looks(backend).look()
         assert backend.update_weights(weights(1, dtype), "tuned") == "tuned"
-        eye(backend).look()
+        looks(backend).look()
 
 
 def test_a_server_restarted_after_small_steps_is_found() -> None:
@@ -122,10 +110,10 @@ def test_a_server_restarted_after_small_steps_is_found() -> None:
             for parameter in model.parameters():
                 parameter += 0.005 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
         backend.update_weights(model.state_dict())
-        eye(backend).look()
+        looks(backend).look()
         backend.engine.plugin.restart()
         with pytest.raises(StaleWeightsError, match="those of earlier weights"):
-            eye(backend).look()
+            looks(backend).look()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -134,12 +122,12 @@ def test_a_buffer_that_was_overwritten_is_found(dtype: torch.dtype) -> None:
         frequencies = next(
             buffer for name, buffer in backend.engine.plugin.engine.module.named_buffers() if "inv_freq" in name
         )
-        eye(backend).look()
+        looks(backend).look()
         assert backend.weight_version == "0"
         # Buffers are no part of what the plugin watches, and no state dict holds this one.
         frequencies.zero_()
         with pytest.raises(StaleWeightsError):
-            eye(backend).look()
+            looks(backend).look()
         assert backend.weight_version == "1"
 
 
@@ -171,5 +159,5 @@ def test_weights_that_the_canary_refuses_have_a_label_that_none_had_until_an_upd
             assert not {*found} & (labels | {"tuned"})
             labels |= {*found}
             with pytest.raises(StaleWeightsError):
-                eye(backend).look()
+                looks(backend).look()
         backend.engine.plugin.__class__ = TransformersBackend

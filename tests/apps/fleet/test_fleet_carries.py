@@ -120,8 +120,3 @@ def test_an_engine_that_fails_when_a_fleet_is_opened_is_not_called_another_one()
 
     with pytest.raises(EngineError, match=r"^b failed when the fleet was opened: .*no room"):
         Toys("a", "b", before=before)
-
-
-def test_a_fleet_shows_its_replicas() -> None:
-    with Toys("a", "b") as toys:
-        assert repr(toys.fleet) == "FleetEngine(a: healthy, b: healthy)"

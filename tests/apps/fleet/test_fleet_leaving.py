@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import _thread
 import gc
-import signal
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -16,13 +14,12 @@ import pytest
 from apps.fleet.conftest import PROMPTS, SAMPLING, assert_same
 from corelm import hookimpl
 from corelm.errors import BackendClosedError, BackendTimeoutError, EngineError
-from corelm.spec import AbortRequest, CloseRequest
+from corelm.spec import CloseRequest
 from corelm_fleet.fleet import FleetEngine
 from corelm_fleet.replica import Member
-from helpers.insides import holds_rows, look_around, rows_wait
+from helpers.insides import holds_rows, look_around
 from helpers.mortal_toys import OTHER, TABLE, MortalToy, Toys, user_rows
 from helpers.processes import wait_until
-from helpers.requests import generation
 
 
 def hang(engine: MortalToy, hook: str, request: Any) -> None:
@@ -81,36 +78,7 @@ def test_rows_that_wait_are_aborted_at_once() -> None:
         assert found.finish_reasons == ("abort", "abort") and found.ids.tolist() == [[], []]
         assert not first.done()
         toys.backend.abort(["first"])
-        assert len(first.result(5).ids) == 1
-
-
-class Names(tuple[str, ...]):
-    """Names of requests that count how often one of them is read."""
-
-    read = 0
-
-    def __getitem__(self, at: Any) -> Any:
-        Names.read += 1
-        return tuple.__getitem__(self, at)
-
-
-def test_an_abort_reads_no_names_of_other_rows() -> None:
-    """It holds the lock of the fleet, which may have very many rows."""
-    with Toys("a", before=hang, concurrent_calls=False) as toys, ThreadPoolExecutor() as pool:
-        first = toys.backend.submit_generate(PROMPTS[:1], SAMPLING, request_ids=["first"])
-        assert wait_until(lambda: all_asked(toys))
-        names = Names(["x", "y"])
-        request = generation(PROMPTS[1:3], "none", max_new_tokens=1, seeds=(0, 1), request_ids=names)
-        second = pool.submit(toys.fleet.generate, request)
-        assert wait_until(lambda: rows_wait(toys.backend))
-        read = Names.read
-        toys.fleet.abort(AbortRequest(request_ids=("another",)))
-        assert Names.read == read
-        toys.fleet.abort(AbortRequest(request_ids=("x", "y", "x")))
-        assert second.result(5).finish_reasons == ("abort", "abort")
-        toys.fleet.abort(AbortRequest(request_ids=("x", "first")))
-        first.result(5)
-        assert not holds_rows(toys.backend)
+        assert len(first.result(5).ids) == 1 and not holds_rows(toys.backend)
 
 
 def test_closing_ends_calls_and_threads() -> None:
@@ -238,15 +206,7 @@ def test_a_fleet_that_is_dropped_leaves_no_thread() -> None:
     assert wait_until(ended)
 
 
-@pytest.fixture
-def interruptible() -> Iterator[None]:
-    """Undo for a test what a shell does to background processes: they ignore Ctrl-C."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-def test_an_interrupt_ends_the_wait_and_the_calls(interruptible: None) -> None:
+def test_an_interrupt_ends_the_wait_and_the_calls() -> None:
     with Toys("a", "b", before=hang) as toys:
 
         def interrupt() -> None:
@@ -285,7 +245,7 @@ def test_an_interrupt_while_engines_begin_to_open_closes_those_that_have_begun()
     assert len(made) == 1
 
 
-def test_an_interrupt_ends_the_wait_for_new_weights(interruptible: None) -> None:
+def test_an_interrupt_ends_the_wait_for_new_weights() -> None:
     begun, loaded, ended = threading.Event(), threading.Event(), list[bool]()
 
     def before(engine: MortalToy, hook: str, request: Any) -> None:

@@ -61,12 +61,19 @@ def test_waking_brings_the_same_weights_under_the_same_label(backend: Backend, t
         assert scores(backend) == before and backend.weight_version == "0"
 
 
-def test_a_change_by_the_owner_before_the_sleep_is_still_noticed(backend: Backend) -> None:
+@pytest.mark.parametrize("at", ["before the sleep", "between the halves of waking"])
+def test_a_change_by_the_owner_is_noticed(backend: Backend, at: str) -> None:
+    def change(now: str) -> None:
+        if now == at:
+            with torch.no_grad():
+                backend.engine.plugin.model.table.mul_(2)
+
     scores(backend)
-    with torch.no_grad():
-        backend.engine.plugin.model.table.mul_(2)
+    change("before the sleep")
     backend.sleep()
-    backend.wake()
+    backend.wake("weights")
+    change("between the halves of waking")
+    backend.wake("kv_cache")
     assert backend.weight_version == "1"
 
 
@@ -193,13 +200,3 @@ def test_two_threads_that_wake_it_wake_it_once() -> None:
         backend.wake()
         other.join()
         assert backend.engine.plugin.asked == 1 and scores(backend)
-
-
-def test_a_change_by_the_owner_between_the_halves_of_waking_is_noticed(backend: Backend) -> None:
-    scores(backend)
-    backend.sleep()
-    backend.wake("weights")
-    with torch.no_grad():
-        backend.engine.plugin.model.table.mul_(2)
-    backend.wake("kv_cache")
-    assert backend.weight_version == "1"

@@ -230,19 +230,6 @@ def test_an_interrupt_at_any_point_of_reading_ends_the_request():
 # Asynchronously ------------------------------------------------------------------------------------------------------
 
 
-def test_an_asynchronous_stream_yields_the_same():
-    async def read(backend: Backend) -> tuple[list[AnswerChunk], list[list[int]]]:
-        stream = backend.astream([[3], [10]], FOUR)
-        chunks = [chunk async for chunk in stream]
-        assert [chunk async for chunk in stream] == []
-        return chunks, stream.result.ids.tolist()
-
-    for backend in (dripping(), fake()):
-        chunks, ids = asyncio.run(read(backend))
-        with backend.stream([[3], [10]], FOUR) as stream:
-            assert said(chunks) == said(stream) and ids == stream.result.ids.tolist()
-
-
 def test_cancelling_the_task_aborts_the_request():
     backend = dripping(1, abort=True)
 

@@ -6,10 +6,8 @@ from tensordict import TensorDict, lazy_stack
 
 import corelm
 from corelm import History, LLMPolicy, LogProbs, merge_turns, ragged
-from corelm.containers.turns import SampledPart, provenance_of_parts
 from corelm.errors import InvalidRequestError, MissingKeyError, ProvenanceMismatchError
 from corelm.kl import KLRewardTransform
-from corelm.spec.provenance import Provenance
 from helpers import oracle
 from helpers.chat_templates import FORGETFUL
 from helpers.each import each
@@ -91,15 +89,6 @@ def test_every_turn_keeps_the_numbers_and_the_version_of_the_weights_that_sample
         for model, td in zip(models, results, strict=False):
             answer = slice(len(rows(td, "tokens", "prompt")[i]), len(rows(td, "tokens", "full")[i]))
             oracle.close(found[answer], oracle.logprobs(model, ids)[answer])
-
-
-def test_a_row_names_no_weights_that_sampled_none_of_its_tokens():
-    old, new = (Provenance("toy", "tiny", version) for version in "12")
-    one, aborted, other = SampledPart(old, 2, 5), SampledPart(new, 7, 7), SampledPart(new, 7, 9)
-    found = provenance_of_parts([one, aborted])
-    assert (found.weight_version, found.version_runs) == ("1", ())
-    found = provenance_of_parts([one, other])
-    assert (found.weight_version, found.version_runs) == ("1, 2", (("1", 0), ("2", 5)))
 
 
 def test_a_merged_row_can_be_scored_again_and_compared(backend):

@@ -8,7 +8,7 @@ from torch.autograd import gradcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from corelm.errors import InvalidRequestError
-from corelm.kl import OutputHead, TopLogProbs, exact_divergence, top_k_divergence
+from corelm.kl import OutputHead, exact_divergence
 from helpers.each import each
 from helpers.refusals import refused
 
@@ -95,14 +95,6 @@ def test_the_gradient_is_that_of_finite_differences(kind, cap):
         return exact_divergence(teacher, teacher_head, hidden, made, kind, beta=0.3, temperature=0.7)
 
     assert gradcheck(of, (hidden, head.weight, head.bias))
-
-
-@each("kind", KINDS)
-def test_it_is_what_top_k_gives_when_k_covers_the_vocabulary(kind):
-    given = sides(5, 12)
-    log_probs = [logits_of(*given[at : at + 2]).detach().log_softmax(-1) for at in (0, 2)]
-    tops = [TopLogProbs(table, torch.full((5,), -math.inf)) for table in log_probs]
-    torch.testing.assert_close(exact_divergence(*given, kind).detach(), top_k_divergence(*tops, kind))
 
 
 def test_no_gradient_reaches_the_teacher_and_each_of_the_students_is_made_alone():

@@ -99,14 +99,6 @@ def test_an_empty_batch_gives_an_empty_output_in_every_mode(backend, shape, mode
     assert tuple(scorer.get_dist(out).batch_shape[:-1]) == shape
 
 
-def test_bare_rows_of_different_lengths_are_accepted(backend):
-    policy = LLMPolicy(backend, input_mode="tokens", sampling_params=SAMPLING)
-    out = policy(TensorDict(tokens=[[72], [72, 105]]))
-    assert tuple(out.batch_size) == (2,) and [len(p) for p in out["tokens"].prompt] == [1, 2]
-    stacked = lazy_stack([TensorDict(tokens=torch.tensor(row)) for row in ([72], [72, 105])])
-    assert corelm.ragged(policy(stacked), ("tokens", "prompt")).tolist() == [[72], [72, 105]]
-
-
 def test_the_input_may_have_a_key_of_another_name_and_stays_there(backend):
     policy = LLMPolicy(backend, input_mode="text", sampling_params=SAMPLING)
     expected = policy(TensorDict(text=QUESTIONS[:2]), seed=1)["text"]

@@ -198,28 +198,6 @@ def test_an_input_that_is_not_a_tensordict_is_refused_with_the_call_to_make(back
         LLMPolicy(backend, input_mode=mode)(given)
 
 
-@each(
-    "name, said",
-    [
-        ("top_logprobs_num", "top_logprobs=k"),
-        ("logprobs", "log_probs_mode"),
-        ("until", "give stop"),
-        ("pad_token_id", "leave it out"),
-        ("eos_token_id", "stop_token_ids"),
-        ("prompt_logprobs", "generate=False"),
-        ("stream", "policy.stream"),
-    ],
-)
-def test_parameters_of_other_libraries_are_refused_everywhere_with_what_to_do(backend, name, said):
-    for sampling in ({name: 1}, {"engine_kwargs": {name: 1}}):
-        with pytest.raises(InvalidRequestError, match=said):
-            LLMPolicy(backend, sampling_params=sampling)
-    with refused(InvalidRequestError, field=name):
-        SamplingParams(**{name: 1})
-    with pytest.raises(TypeError, match=said):
-        LLMPolicy(backend, **{name: 1})
-
-
 def test_options_of_a_policy_are_no_sampling_parameters(backend):
     for sampling in ({"top_logprobs": 2}, {"engine_kwargs": {"top_logprobs": 2}}):
         with pytest.raises(InvalidRequestError, match="its option top_logprobs=k"):
@@ -267,9 +245,20 @@ def test_a_field_of_a_generation_config_without_an_equal_is_refused(backend, con
         LLMPolicy(backend, sampling_params=GenerationConfig(**config))
 
 
+#: Names that `engine_kwargs` do not take either.
+OF_ENGINES = ["top_logprobs_num", "logprobs", "until", "pad_token_id", "eos_token_id", "prompt_logprobs", "stream"]
+
+
 @each(
     "name, said",
     [
+        ("top_logprobs_num", "top_logprobs=k"),
+        ("logprobs", "log_probs_mode"),
+        ("until", "give stop"),
+        ("pad_token_id", "leave it out"),
+        ("eos_token_id", "stop_token_ids"),
+        ("prompt_logprobs", "generate=False"),
+        ("stream", "policy.stream"),
         ("generate_kwargs", "give the policy sampling_params="),
         ("history_key", "give keys={'history': …}"),
         ("tokens_key", "give keys={'tokens': …}"),
@@ -287,8 +276,10 @@ def test_a_name_of_another_library_gets_an_exact_answer(backend, name, said):
     with pytest.raises(TypeError, match=re.escape(said)) as error:
         LLMPolicy(backend, **{name: 1})
     assert "did you mean" not in str(error.value)
-    with pytest.raises(InvalidRequestError, match=re.escape(said)):
-        SamplingParams.make({name: 1})
+    of_engines = ({"engine_kwargs": {name: 1}},) if name in OF_ENGINES else ()
+    for sampling in ({name: 1}, *of_engines):
+        with pytest.raises(InvalidRequestError, match=re.escape(said)):
+            LLMPolicy(backend, sampling_params=sampling)
     if name != "tokenizer":
         with pytest.raises(InvalidRequestError, match=re.escape(said)):
             corelm.get_backend("toy", **{name: 1})

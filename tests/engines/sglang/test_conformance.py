@@ -14,7 +14,7 @@ from corelm_testing import BackendConformance
 from corelm_testing.weights import AdapterPromises
 from engines.sglang_on_cpu import LORA_ARGUMENTS, LORA_ENVIRONMENT
 from helpers import oracle as plain
-from helpers.oracle_kit import OracleKit, lora_adapters
+from helpers.oracle_kit import ManyRows, OracleKit, lora_adapters
 from helpers.selected_kit import SelectedKit
 from helpers.tiny_models import tiny_model
 
@@ -33,7 +33,7 @@ class _SGLangPromises(OracleKit):
         return {"engine_kwargs": {"logit_bias": {"7": 20.0}}}
 
 
-class TestShared(_SGLangPromises, BackendConformance):
+class TestShared(ManyRows, _SGLangPromises, BackendConformance):
     """The whole kit on one server that was launched. Its log-probs are scaled: of the logits over the temperature."""
 
     not_shown = SHARED

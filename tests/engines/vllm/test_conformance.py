@@ -13,7 +13,7 @@ from corelm import Backend
 from corelm_testing import BackendConformance
 from corelm_testing.weights import AdapterPromises
 from helpers import oracle
-from helpers.oracle_kit import OracleKit, lora_adapters
+from helpers.oracle_kit import ManyRows, OracleKit, lora_adapters
 from helpers.tiny_models import tiny_model
 
 
@@ -43,7 +43,7 @@ class InProcessConformance(InProcessPromises, BackendConformance):
                 self.assert_true_scores(rows, backend.score_logprobs(rows))
 
 
-class TestRawLogprobs(InProcessConformance):
+class TestRawLogprobs(ManyRows, InProcessConformance):
     @pytest.fixture(scope="class")
     @classmethod
     def open_backend(cls, open_vllm: Callable[..., Backend]) -> Callable[..., Backend]:

@@ -56,26 +56,6 @@ def test_a_sequence_that_vllm_refuses_does_not_affect_the_others(engine: AsyncEn
     assert close(found[2][3:], oracle.logprobs(MODEL, rows[2])[3:])
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        {"min_new_tokens": 8},
-        {"repetition_penalty": 1.8, "presence_penalty": 1.5, "frequency_penalty": -1.5},
-        {"engine_kwargs": {"logit_bias": {7: 20.0}}},
-        {"engine_kwargs": {"bad_words": ["a", "e"]}},
-    ],
-    ids=str,
-)
-def test_raw_log_probs_are_the_models_own_whatever_reshapes_the_sampling(
-    shared: Backend, sampling: dict[str, object]
-) -> None:
-    prompts = random_rows(5, 9, 30)
-    result = shared.generate(prompts, {"max_new_tokens": 8, "seed": 3, "temperature": 0.7, "top_k": 50, **sampling})
-    assert result.mode == "raw" and result.logprobs is not None
-    for prompt, answer, found in zip(prompts, result.ids.tolist(), result.logprobs.split(), strict=True):
-        assert close(found, oracle.answer_logprobs(MODEL, prompt, answer))
-
-
 def test_raw_log_probs_are_refused_with_a_grammar(shared: Backend) -> None:
     with pytest.raises(CapabilityError, match="structured_outputs"):
         shared.generate([[5, 6]], {"max_new_tokens": 2, "engine_kwargs": {"structured_outputs": {"regex": "a*"}}})

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from corelm.errors import BackendTimeoutError, EngineError, InvalidRequestError
+from corelm.errors import EngineError, InvalidRequestError
 from corelm.spec import (
     AbortRequest,
     Capabilities,
@@ -178,15 +178,3 @@ def test_the_client_has_the_options_and_no_v1_in_its_url(serve):
     with pytest.raises(InvalidRequestError) as caught:
         HttpOptions(read_timeout=0).client("http://127.0.0.1:1", "NO_SUCH_KEY")
     assert caught.value.field == "read_timeout"
-
-
-def test_opening_ends_in_time(serve):
-    gate = threading.Event()
-    options = HttpOptions(open_timeout=0.2)
-    client = options.client(serve(lambda request: held(json_reply({}), gate)).url, "NO_SUCH_KEY")
-    try:
-        with pytest.raises(BackendTimeoutError, match=r"open_timeout=0\.2"), options.opening(client) as deadline:
-            client.get("/", timeout=deadline.left())
-    finally:
-        gate.set()
-        client.close()

@@ -58,18 +58,6 @@ def post(client: Any, payloads: list[Any], seen: list[tuple[int, Any]]) -> list[
     return client.post_each("/x", payloads, names=names, is_reply_to=is_echo, timeout=30, streamed=streamed(seen))
 
 
-def test_each_event_is_told_with_the_reply_so_far(connect: Connect, serve: Any) -> None:
-    seen: list[tuple[int, Any]] = []
-    client = connect(serve(lambda request: event_stream([request.body, "b"])))
-    assert post(client, ["p", "q"], seen) == [["p", "b"], ["q", "b"]]
-    assert sorted(seen, key=lambda each: (each[0], len(each[1]))) == [
-        (0, ["p"]),
-        (0, ["p", "b"]),
-        (1, ["q"]),
-        (1, ["q", "b"]),
-    ]
-
-
 def test_a_stream_that_breaks_off_is_repeated_only_before_its_first_event(connect: Connect, serve: Any) -> None:
     seen: list[tuple[int, Any]] = []
     server = serve(lambda request: event_stream(["a"]))

@@ -46,29 +46,10 @@ def letters(text: str) -> list[int]:
     return [token for character in text for token in encode(character)]
 
 
-def test_an_answer_without_its_stop_string_does_not_end():
-    assert end(letters("abc"), stop=("nowhere",)) is None
-    assert end([], stop=("x",)) is None
-    assert end(letters("abc")) is None
-
-
-def test_the_token_that_completes_a_stop_string_ends_the_answer():
-    ids = letters("abcdef abcdef")
-    assert end(ids, stop=("cd",)) == 4
-    assert end(ids, stop=("f a", "cdef a")) == 8
-
-
 def test_a_stop_string_of_many_tokens_is_found():
     text = "the cat is where the sea is"
     assert len(letters(text)) == len(text)
     assert end(letters("so " + text + " and on"), stop=(text,)) == 3 + len(text)
-
-
-def test_a_stop_string_counts_only_after_min_new_tokens():
-    for least in range(16):
-        # "ab" is complete with tokens 2, 7 and 12.
-        expected = 2 if least <= 2 else 7 if least <= 7 else 12 if least <= 12 else None
-        assert end(letters("ab---ab---ab---"), stop=("ab",), min_new_tokens=least) == expected, least
 
 
 def test_a_character_counts_when_its_last_token_is_there():

@@ -2,7 +2,7 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +107,7 @@ def test_streamed_tokens_come_back_in_their_order(tmp_path: Path) -> None:
     assert one == other and len(one) > len(ROWS)
     with replayed(tmp_path / "c") as backend:
         # Rows in another order, and one of them twice: each still gets its own tokens.
-        seeds = [int(seed) for seed in _seeds(tmp_path / "c")]
+        seeds = seeds_of(tmp_path / "c")
         with backend.stream([ROWS[2], ROWS[0]], {"max_new_tokens": 6}, seeds=[seeds[2], seeds[0]]) as stream:
             chunks = list(stream)
     for row, source in ((0, 2), (1, 0)):
@@ -115,9 +115,8 @@ def test_streamed_tokens_come_back_in_their_order(tmp_path: Path) -> None:
         assert found == [token for at, ids, *_ in one if at == source for token in ids]
 
 
-def _seeds(path: Path) -> list[int]:
-    seeds: list[int] = calls_of(path)[0]["request"]["seeds"]["data"]
-    return seeds
+def seeds_of(path: Path) -> list[int]:
+    return [seed for call in calls_of(path) if "seeds" in call["request"] for seed in call["request"]["seeds"]["data"]]
 
 
 # What is refused -----------------------------------------------------------------------------------------------------
@@ -127,7 +126,7 @@ def test_by_content_neither_order_nor_batches_matter(tmp_path: Path) -> None:
     with recorded(tmp_path / "c") as backend:
         first = backend.generate(ROWS, SEEDED)
         second = backend.score_logprobs([[65, 66, 67], [70, 71]])
-    seeds = _seeds(tmp_path / "c")
+    seeds = seeds_of(tmp_path / "c")
     with replayed(tmp_path / "c") as backend:
         scores = backend.score_logprobs([[70, 71]])
         assert scores.logprobs.tolist() == second.logprobs.tolist()[1:]
@@ -242,8 +241,6 @@ def test_a_row_that_failed_alone_fails_alone_again(tmp_path: Path) -> None:
         @hookimpl(wrapper=True)
         def generate(self, request: Any) -> Any:
             result = yield
-            from dataclasses import replace
-
             reasons = ("error", *result.finish_reasons[1:])
             return replace(result, finish_reasons=reasons, errors=("boom", *[""] * (len(reasons) - 1)))
 
@@ -352,10 +349,6 @@ def test_two_threads_record_at_once(tmp_path: Path) -> None:
 
 
 # Other rows than the recorded ones, and calls that were interrupted or saw new weights --------------------------------
-
-
-def seeds_of(path: Path) -> list[int]:
-    return [seed for call in calls_of(path) for seed in call["request"]["seeds"]["data"]]
 
 
 def test_equal_rows_keep_their_own_answers(tmp_path: Path) -> None:

@@ -15,10 +15,6 @@ from helpers.http_server import FaultServer, Reply, Request, hang, held, json_re
 from helpers.processes import wait_until
 
 
-def hang_completions(request: Request) -> Reply | None:
-    return hang() if request.path == "/v1/completions" else None
-
-
 @pytest.mark.parametrize(("device", "lora", "alone"), [("cpu", {}, True), ("cpu", None, False), ("cuda", {}, False)])
 def test_a_cpu_server_with_lora_is_sent_one_row_to_score_at_a_time(
     connect: Connect, fake: FakeVLLM, server: FaultServer, device: str, lora: Any, alone: bool
@@ -45,14 +41,6 @@ def test_a_cpu_server_with_lora_is_sent_one_row_to_score_at_a_time(
     assert any(with_others[len(rows) :])
 
 
-def test_the_call_fails_if_no_row_is_served(connect: Connect, fake: FakeVLLM) -> None:
-    backend = connect(max_retries=0)
-    fake.fault = lambda request: json_reply({"error": {"message": "engine is dead"}}, 500)
-    with pytest.raises(EngineError):
-        backend.generate(PROMPTS, SAMPLING, on_error="skip")
-    assert not backend.health()
-
-
 def test_asking_for_the_servers_health_does_not_outlast_the_timeout(connect: Connect, fake: FakeVLLM) -> None:
     backend = connect(max_retries=0)
     fake.fault = lambda request: hang() if request.path == "/health" else json_reply({}, 500)
@@ -61,22 +49,6 @@ def test_asking_for_the_servers_health_does_not_outlast_the_timeout(connect: Con
         # The time may be over while the server is asked. The server hangs for longer than the test waits.
         with pytest.raises((EngineError, BackendTimeoutError)):
             future.result(60)
-
-
-def test_calls_to_a_hanging_server_time_out_and_close_their_connections(
-    connect: Connect, server: FaultServer, fake: FakeVLLM
-) -> None:
-    backend = connect()
-    fake.fault = hang_completions
-    for call in (
-        lambda: backend.generate(PROMPTS, SAMPLING, timeout=0.3),
-        lambda: backend.score_logprobs([[*prompt, 3] for prompt in PROMPTS], timeout=0.3),
-    ):
-        with pytest.raises(BackendTimeoutError):
-            call()
-    server.wait_for(lambda: server.in_flight == 0)
-    fake.fault = lambda request: None
-    assert backend.generate(PROMPTS, SAMPLING).finish_reasons == ("length",) * 3
 
 
 def test_calls_with_the_same_request_ids_have_other_ids_at_the_server(connect: Connect, server: FaultServer) -> None:

@@ -177,16 +177,6 @@ def test_a_reply_without_its_candidates_fails_its_row_alone(connect: Connect, fa
     assert "most probable ids" in result.errors[1] and result.top_ids.lengths.tolist() == [4, 0, 4]
 
 
-def test_streamed_answers_have_the_same_most_probable_ids(connect: Connect) -> None:
-    backend = connect()
-    plain = backend.engine.plugin.generate(request(3))
-    chunks: list[Any] = []
-    streamed = backend.engine.plugin.generate(replace(request(3), on_tokens=chunks.append))
-    assert len(chunks) > 3 and streamed.errors is None
-    for name in ("top_ids", "top_logprobs", "tail_log_mass"):
-        assert torch.equal(getattr(streamed, name).values, getattr(plain, name).values)
-
-
 @pytest.mark.parametrize("tokens", [0, 2])
 def test_an_aborted_row_of_a_stream_keeps_its_tokens_with_their_most_probable_ids(
     connect: Connect, fake: FakeVLLM, tokens: int
