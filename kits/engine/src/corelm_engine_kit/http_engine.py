@@ -19,16 +19,21 @@ from corelm.spec import (
     CloseRequest,
     Deadline,
     GenerateRequest,
+    GenerateResult,
     HealthRequest,
+    RowAnswer,
     RowFailure,
     ScoreRequest,
+    StopStrings,
+    generate_result,
     hookimpl,
     opening_within,
 )
+from corelm_engine_kit.ending import answer_limits
 from corelm_engine_kit.http_errors import ABORTED, TransientError
 from corelm_engine_kit.http_events import Streamed
 from corelm_engine_kit.in_flight import InFlight
-from corelm_engine_kit.row_checks import raise_if_none_was_served, row_outcome
+from corelm_engine_kit.row_checks import checked_answer, raise_if_none_was_served, row_outcome
 from corelm_engine_kit.row_streams import ReplyStreams
 
 if TYPE_CHECKING:
@@ -95,13 +100,19 @@ class HttpOptions:
 
     @contextmanager
     def opening(self, client: HttpClient) -> Iterator[Deadline]:
-        """Yield the deadline of finding out what a server can do. Errors of the block repeat no secrets.
+        """Yield the deadline of finding out what a server can do.
+
+        If the block raises, the client is closed. The errors repeat no secrets.
 
         Raises:
             BackendTimeoutError: `open_timeout` has passed.
         """
-        with opening_within(self.open_timeout, client.base_url) as deadline, client.secrets.masking_errors():
-            yield deadline
+        try:
+            with opening_within(self.open_timeout, client.base_url) as deadline, client.secrets.masking_errors():
+                yield deadline
+        except BaseException:
+            client.close()
+            raise
 
 
 def takes_http_options(function: Callable[..., T]) -> Callable[..., T]:
@@ -215,6 +226,29 @@ class HttpEngine:
             row: each if isinstance(each, RowFailure) else self.__outcome(row, replies[row], parse, streams)
             for row, each in payloads.items()
         }
+
+    def answer_rows(
+        self, request: GenerateRequest, payloads: Mapping[int, Payload], read: Callable[[Any], RowAnswer]
+    ) -> GenerateResult:
+        """Post a request for each row and return the answers, checked and cut by `checked_answer`.
+
+        Args:
+            request: the call.
+            payloads: by row number, what to post.
+            read: returns the answer in a reply as the server gives it: ids, log-probs, and ``stop`` or ``length``.
+
+        Raises:
+            CoreLMError: those of `map_rows`.
+            TimeoutError: the time is over.
+        """
+        limits = answer_limits(request, self.capabilities.max_context).tolist()
+        stops, size = StopStrings.of_rows(request, self.tokenizer), self.capabilities.vocab_size
+
+        def parse(row: int, reply: Any, aborted: bool) -> RowAnswer:
+            told = read(reply)
+            return checked_answer(told, request, limit=limits[row], stops=stops[row], vocab_size=size, aborted=aborted)
+
+        return generate_result(request, list(self.map_rows(request, payloads, parse).values()))
 
     def __outcome(
         self, row: int, entry: Entry, parse: Callable[[int, Any, bool], T | RowFailure], streams: ReplyStreams | None

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from corelm.errors import CoreLMError, InvalidRequestError
-from corelm.spec import RowFailure, StopStrings, TopIds, log_tail_mass
+from corelm.spec import GenerateRequest, RowAnswer, RowFailure, StopStrings, TopIds, log_tail_mass
 from corelm_engine_kit.http_errors import ABORTED, AccessError, PartialReply, TransientError
 
 T = TypeVar("T")
@@ -257,6 +257,33 @@ def checked_finish_reason(
     else:
         raise RowError(f"its finish reason is {_short(reason)}")
     return str(reason)
+
+
+def checked_answer(
+    told: RowAnswer, request: GenerateRequest, *, limit: int, stops: StopStrings, vocab_size: int, aborted: bool
+) -> RowAnswer:
+    """Return an answer up to and including the token that ends it, if it fits the request.
+
+    Args:
+        told: the ids, log-probs and finish reason as the engine returned them. The reason need not be ``stop`` if a
+            token ends the answer; the log-probs are not looked at if none were asked for.
+        request: the request.
+        limit, vocab_size: see `checked_ids`.
+        stops: the stop strings of the row.
+        aborted: see `checked_finish_reason`.
+
+    Raises:
+        RowError: it does not fit.
+    """
+    ids = checked_ids(told.ids, vocab_size=vocab_size, limit=limit)
+    logprobs = [] if request.logprobs == "none" else checked_logprobs(told.logprobs, len(ids))
+    end = answer_end(ids, request.stop_ids, stops)
+    reason = told.finish_reason if end is None else "stop"
+    least, last = min(request.sampling.min_new_tokens, limit), ids[-1] if ids else None
+    reason = checked_finish_reason(
+        reason, len(ids[:end]), limit=limit, least=least, ended=end is not None, aborted=aborted, last=last
+    )
+    return RowAnswer(ids[:end], logprobs[:end], reason)
 
 
 def _are_logprobs(values: array[float]) -> bool:

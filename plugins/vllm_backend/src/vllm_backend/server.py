@@ -123,18 +123,14 @@ class VLLMServer(HttpEngine):
         if logprobs_mode is not None and logprobs_mode not in LOGPROBS_MODES:
             raise invalid("logprobs_mode", f"with base_url it is 'raw' or 'processed', got {logprobs_mode!r}")
         client = http.client(base_url, "VLLM_API_KEY", progress_probe=PROBE)
-        try:
-            with http.opening(client) as deadline:
-                server = cls(client, read_server(client, hints, deadline), group)
-                server.info = probe_server(server, LOGPROBS_MODES.get(logprobs_mode or ""), deadline)
-                if group is not None:
-                    require_transfer(server.info.weight_transfer)
-                # The weights that the server has now are those that it was opened with.
-                server._initial_version = server._weight_version(deadline.left())
-                return server
-        except BaseException:
-            client.close()
-            raise
+        with http.opening(client) as deadline:
+            server = cls(client, read_server(client, hints, deadline), group)
+            server.info = probe_server(server, LOGPROBS_MODES.get(logprobs_mode or ""), deadline)
+            if group is not None:
+                require_transfer(server.info.weight_transfer)
+            # The weights that the server has now are those that it was opened with.
+            server._initial_version = server._weight_version(deadline.left())
+            return server
 
     @property
     def reasons(self) -> Mapping[str, str]:
