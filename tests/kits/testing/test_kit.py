@@ -259,6 +259,16 @@ def next_logprobs(self, ids, temperature):
     result.stdout.fnmatch_lines([said])
 
 
+def test_next_logprobs_alone_are_an_oracle_and_neither_is_refused() -> None:
+    class Case(ConformanceBase):
+        def next_logprobs(self, ids: list[int], temperature: float) -> torch.Tensor:
+            return -torch.arange(10.0) / temperature - sum(ids)
+
+    assert Case().oracle([1, 2, 4], 2.0).tolist() == [0.0, -2.0, -5.0]
+    with pytest.raises(NotImplementedError, match="define `oracle` or `next_logprobs"):
+        ConformanceBase().oracle([1, 2], 1.0)
+
+
 def test_a_large_vocabulary_needs_next_logprobs() -> None:
     case = ConformanceBase()
     case.vocab_size = 32_000
