@@ -214,12 +214,12 @@ class HttpEngine:
         deadline = Deadline(request.timeout)
         sent = {row: each for row, each in payloads.items() if not isinstance(each, RowFailure)}
         rows = list(sent)
-        options: dict[str, Any] = {}
+        streamed = None
         if streams is not None:
             tell = streams.take
-            options["streamed"] = Streamed(streams.joined, lambda number, reply: tell(rows[number], reply))
+            streamed = Streamed(streams.joined, lambda number, reply: tell(rows[number], reply))
         names = [request.request_ids[row] for row in rows]
-        entries = self.post_rows(list(sent.values()), names, deadline, **options)
+        entries = self.post_rows(list(sent.values()), names, deadline, streamed)
         raise_if_none_was_served(entries, lambda: self.serves(deadline.left()))
         replies = dict(zip(rows, entries, strict=True))
         return {
@@ -265,7 +265,7 @@ class HttpEngine:
         return outcome
 
     def post_rows(
-        self, payloads: Sequence[Payload], names: Sequence[str], deadline: Deadline, path: str = "", **options: Any
+        self, payloads: Sequence[Payload], names: Sequence[str], deadline: Deadline, streamed: Streamed | None = None
     ) -> list[Entry]:
         """Return an entry for each payload, which is posted under a new id; see `HttpClient.post_each`.
 
@@ -273,8 +273,7 @@ class HttpEngine:
             payloads: what to post.
             names: the caller's name for each of them, by which `abort` finds it.
             deadline: the end of the call.
-            path: where they are posted, if that is not `rows_path`.
-            options: other arguments of `HttpClient.post_each`.
+            streamed: see `HttpClient.post_each`.
         """
         if not payloads:
             return []
@@ -282,12 +281,12 @@ class HttpEngine:
             if self.id_field:
                 payloads = [{**each, self.id_field: own} for each, own in zip(payloads, ids, strict=True)]
             return self.client.post_each(
-                path or self.rows_path,
+                self.rows_path,
                 payloads,
                 names=ids,
                 is_reply_to=self.is_reply_to,
                 timeout=deadline.left(),
-                **options,
+                streamed=streamed,
             )
 
     def try_rows(

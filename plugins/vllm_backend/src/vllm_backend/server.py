@@ -40,6 +40,7 @@ from corelm_engine_kit import (
     Payload,
     ProgressProbe,
     ReplyStreams,
+    Streamed,
     WeightGroup,
     fitting,
     fitting_stream,
@@ -192,13 +193,13 @@ class VLLMServer(HttpEngine):
         return rows, None if after in (self._initial_version, self._loaded_version) else after
 
     def post_rows(
-        self, payloads: Sequence[Payload], names: Sequence[str], deadline: Deadline, path: str = "", **options: Any
+        self, payloads: Sequence[Payload], names: Sequence[str], deadline: Deadline, streamed: Streamed | None = None
     ) -> list[Any]:
         """Post requests, each one alone where the server cannot score it next to others."""
         alone = self.info.scores_alone and any("prompt_logprobs" in payload for payload in payloads)
         entries: list[Any] = []
         for rows in at_a_time(len(payloads), alone=alone):
-            entries += super().post_rows(payloads[rows], names[rows], deadline, path, **options)
+            entries += super().post_rows(payloads[rows], names[rows], deadline, streamed)
         return entries
 
     def is_reply_to(self, payload: Payload, reply: Any) -> bool:
