@@ -259,6 +259,23 @@ def next_logprobs(self, ids, temperature):
     result.stdout.fnmatch_lines([said])
 
 
+@pytest.mark.parametrize(
+    ("refused", "reasons", "outcome"),
+    [
+        ("ignore_eos", {}, "failed"),
+        ("ignore_eos", {"ignore_eos": "its own"}, "xfailed"),
+        ("score", {"score": "no"}, "failed"),
+    ],
+)
+def test_a_refusal_of_what_every_engine_is_asked_for_needs_a_reason(run: Run, refused, reasons, outcome) -> None:
+    lines = f"""
+not_shown = {reasons}
+def test_refusal(self):
+    raise corelm.errors.CapabilityError("it cannot", capability={refused!r})
+"""
+    assert run(lines, "-k", "test_refusal").parseoutcomes()[outcome] == 1
+
+
 def test_next_logprobs_alone_are_an_oracle_and_neither_is_refused() -> None:
     class Case(ConformanceBase):
         def next_logprobs(self, ids: list[int], temperature: float) -> torch.Tensor:

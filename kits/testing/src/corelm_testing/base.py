@@ -89,7 +89,8 @@ class ConformanceBase:
     Attributes:
         tolerance: the largest accepted difference from a log-prob of the oracle, in nats. 16-bit models need more.
         not_shown: what the backend declares but this suite cannot show, with the reason, as in ``{"update_weights":
-            "other tests share the server"}``. Such tests are reported as expected failures, with that reason.
+            "other tests share the server"}``; or ``ignore_eos``, for example, if the backend refuses what every engine
+            is asked for. Such tests are reported as expected failures, with that reason.
         vocab_size: the vocabulary size of the backend; set when a test starts.
     """
 
