@@ -6,7 +6,7 @@ errors.
 
 import doctest
 import html
-import importlib
+import importlib.util
 import pkgutil
 import re
 from pathlib import Path
@@ -116,6 +116,16 @@ def test_every_path_that_the_architecture_names_exists():
     named = set(re.findall(r"`([\w/]+(?:\.py|\.toml|/))`|^ *([\w/]+/)  ", ARCHITECTURE, re.MULTILINE))
     named = {path or folder for path, folder in named}
     assert len(named) > 50 and [path for path in sorted(named) if not located(path).exists()] == []
+
+
+def test_every_name_of_a_package_that_is_written_exists():
+    text = "".join(page.read_text() for page in PAGES if page.name != "CHANGELOG.md")
+    written = {*re.findall(r"\b(corelm_\w+)\.(?!md\b)(\w+)", text)}
+    heads = " ".join(re.findall(r"^- ([^:]*):", corelm_engine_kit.__doc__ or "", re.MULTILINE))
+    written |= {("corelm_engine_kit", name) for name in re.findall(r"`(\w+)`", heads)}
+    found = {(package, name) for package, name in written if hasattr(importlib.import_module(package), name)}
+    missing = [each for each in written - found if importlib.util.find_spec(".".join(each)) is None]
+    assert len(written) > 40 and missing == []
 
 
 def test_drawings_are_up_to_date_and_name_files_that_exist():

@@ -41,10 +41,6 @@ class TestTrigram(SelectedKit):
         cls.counts = [Counter(zip(*(ids[at:] for at in range(n)), strict=False)) for n in (1, 2, 3)]
         cls.contexts = [Counter(zip(*(ids[at:-1] for at in range(n)), strict=False)) for n in (1, 2)]
 
-    def oracle(self, ids: list[int], temperature: float) -> Tensor:
-        found = [self.next_logprobs(ids[:at], temperature)[ids[at]] for at in range(1, len(ids))]
-        return torch.stack([torch.tensor(0.0), *found])
-
     def next_logprobs(self, ids: list[int], temperature: float) -> Tensor:
         logits = [math.log(self._chance(ids[-2:], token)) for token in range(259)]
         return (torch.tensor(logits, dtype=torch.float64) / temperature).log_softmax(-1).float()

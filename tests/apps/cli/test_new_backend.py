@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -57,6 +58,24 @@ def test_its_files_are_in_the_projects_format(kind, tmp_path):
     project = tomllib.loads((tmp_path / "new" / "pyproject.toml").read_text())["project"]
     assert project["name"] == "a-b-backend"
     assert project["entry-points"]["corelm.backends"] == {"a_b": "a_b_backend:ABBackend"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "page", "has_engine"),
+    [
+        ("logits", "docs/local-engines.md", True),
+        ("http", "docs/write-a-backend.md, section 6,", False),
+        ("engine", "docs/write-a-backend.md", True),
+    ],
+)
+def test_it_names_the_page_about_its_kind_and_asks_for_the_module_of_an_engine(kind, page, has_engine, tmp_path):
+    told = corelm_command("new-backend", "mine", "--kind", kind, "--output", tmp_path / "new").stdout
+    assert told.endswith(f"Then open src/mine_backend/backend.py, and {page} of core.\n")
+    path, _, section = page.rstrip(",").partition(", section ")
+    assert f"\n## {section}. A server\n" * bool(section) in (Path(__file__).parents[3] / path).read_text()
+    project = tomllib.loads((tmp_path / "new" / "pyproject.toml").read_text())["project"]
+    assert ("corelm.engines" in project["entry-points"]) == has_engine
+    assert ("corelm.engines" in (tmp_path / "new" / "README.md").read_text()) == has_engine
 
 
 def test_names_that_cannot_be_used_are_refused(tmp_path, monkeypatch):

@@ -81,6 +81,30 @@ def test_rows_keep_their_numbers_and_fail_alone(connect, serve):
     assert engine.map_rows(asked, {}, parse) == {}
 
 
+def test_answers_are_cut_after_the_token_that_ends_them_and_checked_against_the_request(connect, serve):
+    engine = Engine(connect(serve(lambda sent: json_reply({**sent.body}))), INFO)
+    told = [([5, 9, 6], "length"), ([5, 6], "stop"), ([5, 6], "length"), ([9], "stop"), ([5, 100, 6], "length")]
+    payloads = {row: {"ids": ids, "reason": reason} for row, (ids, reason) in enumerate(told)}
+
+    def read(reply: Any) -> RowAnswer:
+        return RowAnswer(reply["ids"], [-1.0] * len(reply["ids"]), reply["reason"])
+
+    asked = generation([[5]] * len(told), max_new_tokens=3, stop_ids=frozenset({9}))
+    found = engine.answer_rows(asked, payloads, read)
+    assert found.ids.tolist() == [[5, 9], [], [], [9], []] and found.logprobs is not None
+    assert found.logprobs.lengths.tolist() == found.ids.lengths.tolist()
+    assert found.finish_reasons == ("stop", "error", "error", "stop", "error")
+    assert found.errors is not None
+    for error, said in zip(found.errors, ["", "not a stop id", "but 3 were asked", "", "vocabulary"], strict=True):
+        assert said in error and bool(said) == bool(error)
+    without = engine.answer_rows(
+        generation([[5]], max_new_tokens=1, logprobs="none"),
+        {0: {"ids": [5]}},
+        lambda reply: RowAnswer(reply["ids"], None, "length"),  # type: ignore[arg-type]
+    )
+    assert without.ids.tolist() == [[5]] and without.logprobs is None and without.errors is None
+
+
 def test_a_server_that_does_not_serve_fails_the_call(connect, serve):
     engine = Engine(connect(serve(lambda request: json_reply({}, 500)), max_retries=0), INFO)
     with pytest.raises(EngineError, match="status 500"):
@@ -171,7 +195,9 @@ def test_the_client_has_the_options_and_no_v1_in_its_url(serve):
     client = options.client(f"{serve(lambda request: json_reply({}, 500)).url}/v1/", "NO_SUCH_KEY")
     try:
         assert not client.base_url.rstrip("/").endswith("v1")
-        with pytest.raises(EngineError), options.opening(client):
+        with pytest.raises(EngineError, match="500"), options.opening(client):
+            client.get("/")
+        with pytest.raises(RuntimeError, match="closed"):
             client.get("/")
     finally:
         client.close()

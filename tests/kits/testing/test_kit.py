@@ -259,6 +259,33 @@ def next_logprobs(self, ids, temperature):
     result.stdout.fnmatch_lines([said])
 
 
+@pytest.mark.parametrize(
+    ("refused", "reasons", "outcome"),
+    [
+        ("ignore_eos", {}, "failed"),
+        ("ignore_eos", {"ignore_eos": "its own"}, "xfailed"),
+        ("score", {"score": "no"}, "failed"),
+    ],
+)
+def test_a_refusal_of_what_every_engine_is_asked_for_needs_a_reason(run: Run, refused, reasons, outcome) -> None:
+    lines = f"""
+not_shown = {reasons}
+def test_refusal(self):
+    raise corelm.errors.CapabilityError("it cannot", capability={refused!r})
+"""
+    assert run(lines, "-k", "test_refusal").parseoutcomes()[outcome] == 1
+
+
+def test_next_logprobs_alone_are_an_oracle_and_neither_is_refused() -> None:
+    class Case(ConformanceBase):
+        def next_logprobs(self, ids: list[int], temperature: float) -> torch.Tensor:
+            return -torch.arange(10.0) / temperature - sum(ids)
+
+    assert Case().oracle([1, 2, 4], 2.0).tolist() == [0.0, -2.0, -5.0]
+    with pytest.raises(NotImplementedError, match="define `oracle` or `next_logprobs"):
+        ConformanceBase().oracle([1, 2], 1.0)
+
+
 def test_a_large_vocabulary_needs_next_logprobs() -> None:
     case = ConformanceBase()
     case.vocab_size = 32_000

@@ -2,19 +2,14 @@
 
 - `LogitsEngine`: a backend for whoever can say which logits follow some ids.
 - `TemplateTokenizer`: the tokenizer of an engine that has only a vocabulary.
-- `StopStrings`, `text_before_stop`, `skipped_texts`, `stops_without_specials`: which token completes a stop string, the
-  text before it, what the text of an answer leaves out, and which stop strings an engine that does not may look for.
-- `AnswerTexts`: the text of answers whose tokens arrive little by little.
-- `Deadline`, `opening_within`: how much time a call, or opening an engine, has left.
-- `row_outcome`, `answer_end`, `checked_ids`, `checked_logprobs`, `checked_argmax`, `checked_top_ids`,
-  `checked_finish_reason`: is this the answer that a row asked for, and where does it end?
-- `generate_result`, `score_result`, `RowAnswer`, `RowScores`, `RowFailure`: the result of a call, built from the
-  outcome of each row.
+- `checked_answer`, and `row_outcome`, `answer_end`, `checked_ids`, `checked_logprobs`, `checked_argmax`,
+  `checked_top_ids`, `checked_finish_reason`: is this the answer that a row asked for, and where does it end?
 - `RowStreams`, `ReplyStreams`, `SoFar`: stream the rows of an engine that reports each answer so far, or of a server.
 - `eos_token_ids`: EOS ids from generation config, model configuration and tokenizer.
-- `weights_folder`, `tensor_shapes`, `shape_problems`: whether new weights fit the model (needs safetensors).
+- `weights_folder`, `tensor_shapes`, `shape_problems`, `refuse_weights`: whether new weights fit the model (needs
+  safetensors).
 - `buckets`: tensors in lists of so many bytes, to be sent together. `say_why_files`: why they go through files.
-- `as_in_checkpoint`, `saved_shapes`, `configured_shapes`: the names that a model's weights have in its checkpoint.
+- `configured_shapes`: the names that a model's weights have in its checkpoint.
 - `ServerAdapters`, `unknown_adapter`: the LoRA adapters of a server, each version under a name of its own.
 - `adapter_folder`, `checked_adapter`: a LoRA adapter for an engine that reads a folder, if it fits (needs safetensors).
 - `did_you_mean`, `why_unreadable`: parts of error messages about an unknown name, and about a file of a model.
@@ -32,7 +27,8 @@
 - `Secrets`: masks keys in messages.
 - `WeightGroup`: where a server on another machine is sent the tensors of new weights.
 - `EventLoopThread`: an asyncio event loop on a thread.
-- `next_item`, `done_within`: waits for another thread that Ctrl-C ends.
+
+`corelm.spec` has what results are made of: ``generate_result``, ``RowAnswer``, ``StopStrings``, ``Deadline``, ….
 
 The names are listed in ``__init__.pyi`` and imported on first use.
 """

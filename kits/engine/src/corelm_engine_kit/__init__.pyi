@@ -50,6 +50,7 @@ from .probes import wrong_kept_ids as wrong_kept_ids
 from .redaction import Secrets as Secrets
 from .row_checks import RowError as RowError
 from .row_checks import answer_end as answer_end
+from .row_checks import checked_answer as checked_answer
 from .row_checks import checked_argmax as checked_argmax
 from .row_checks import checked_finish_reason as checked_finish_reason
 from .row_checks import checked_ids as checked_ids

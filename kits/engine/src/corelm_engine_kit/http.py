@@ -70,17 +70,12 @@ class HttpClient:
 
     Args:
         base_url: ``http(s)://host:port``, optionally with a path, which then precedes the path of every request.
-        api_key: sent as a bearer token.
+        api_key, headers, connect_timeout, max_in_flight, max_retries: see `HttpOptions`.
         key_variable: the environment variable that holds the key if `api_key` is not given.
-        headers: sent with every request. No message repeats their values.
-        connect_timeout: seconds to make a connection.
         read_timeout: seconds without a byte, or for a POST without progress, after which the server counts as hanging.
         progress_probe: what the server is asked whether it makes progress; None if only bytes show it.
         page_timeout: seconds without a byte of a page (GET) of a server with a `progress_probe`, unless `read_timeout`
             is more. A server that works on many rows may take a while for its pages.
-        max_in_flight: how many requests of `post_each` are sent at a time, over all threads. Others wait here, which is
-            logged once. None is 4,096, or fewer if this process may not open as many connections (``ulimit -n``).
-        max_retries: how often a request is sent again after a failure that may pass.
         max_reply_bytes: the longest reply that is accepted.
         ended: says that a server which was launched here has ended; "" while it runs. Nothing is sent to one that has
             ended: another process may listen at its port now.

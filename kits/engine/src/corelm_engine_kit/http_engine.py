@@ -19,16 +19,21 @@ from corelm.spec import (
     CloseRequest,
     Deadline,
     GenerateRequest,
+    GenerateResult,
     HealthRequest,
+    RowAnswer,
     RowFailure,
     ScoreRequest,
+    StopStrings,
+    generate_result,
     hookimpl,
     opening_within,
 )
+from corelm_engine_kit.ending import answer_limits
 from corelm_engine_kit.http_errors import ABORTED, TransientError
 from corelm_engine_kit.http_events import Streamed
 from corelm_engine_kit.in_flight import InFlight
-from corelm_engine_kit.row_checks import raise_if_none_was_served, row_outcome
+from corelm_engine_kit.row_checks import checked_answer, raise_if_none_was_served, row_outcome
 from corelm_engine_kit.row_streams import ReplyStreams
 
 if TYPE_CHECKING:
@@ -95,13 +100,19 @@ class HttpOptions:
 
     @contextmanager
     def opening(self, client: HttpClient) -> Iterator[Deadline]:
-        """Yield the deadline of finding out what a server can do. Errors of the block repeat no secrets.
+        """Yield the deadline of finding out what a server can do.
+
+        If the block raises, the client is closed. The errors repeat no secrets.
 
         Raises:
             BackendTimeoutError: `open_timeout` has passed.
         """
-        with opening_within(self.open_timeout, client.base_url) as deadline, client.secrets.masking_errors():
-            yield deadline
+        try:
+            with opening_within(self.open_timeout, client.base_url) as deadline, client.secrets.masking_errors():
+                yield deadline
+        except BaseException:
+            client.close()
+            raise
 
 
 def takes_http_options(function: Callable[..., T]) -> Callable[..., T]:
@@ -203,18 +214,41 @@ class HttpEngine:
         deadline = Deadline(request.timeout)
         sent = {row: each for row, each in payloads.items() if not isinstance(each, RowFailure)}
         rows = list(sent)
-        options: dict[str, Any] = {}
+        streamed = None
         if streams is not None:
             tell = streams.take
-            options["streamed"] = Streamed(streams.joined, lambda number, reply: tell(rows[number], reply))
+            streamed = Streamed(streams.joined, lambda number, reply: tell(rows[number], reply))
         names = [request.request_ids[row] for row in rows]
-        entries = self.post_rows(list(sent.values()), names, deadline, **options)
+        entries = self.post_rows(list(sent.values()), names, deadline, streamed)
         raise_if_none_was_served(entries, lambda: self.serves(deadline.left()))
         replies = dict(zip(rows, entries, strict=True))
         return {
             row: each if isinstance(each, RowFailure) else self.__outcome(row, replies[row], parse, streams)
             for row, each in payloads.items()
         }
+
+    def answer_rows(
+        self, request: GenerateRequest, payloads: Mapping[int, Payload], read: Callable[[Any], RowAnswer]
+    ) -> GenerateResult:
+        """Post a request for each row and return the answers, checked and cut by `checked_answer`.
+
+        Args:
+            request: the call.
+            payloads: by row number, what to post.
+            read: returns the answer in a reply as the server gives it: ids, log-probs, and ``stop`` or ``length``.
+
+        Raises:
+            CoreLMError: those of `map_rows`.
+            TimeoutError: the time is over.
+        """
+        limits = answer_limits(request, self.capabilities.max_context).tolist()
+        stops, size = StopStrings.of_rows(request, self.tokenizer), self.capabilities.vocab_size
+
+        def parse(row: int, reply: Any, aborted: bool) -> RowAnswer:
+            told = read(reply)
+            return checked_answer(told, request, limit=limits[row], stops=stops[row], vocab_size=size, aborted=aborted)
+
+        return generate_result(request, list(self.map_rows(request, payloads, parse).values()))
 
     def __outcome(
         self, row: int, entry: Entry, parse: Callable[[int, Any, bool], T | RowFailure], streams: ReplyStreams | None
@@ -231,7 +265,7 @@ class HttpEngine:
         return outcome
 
     def post_rows(
-        self, payloads: Sequence[Payload], names: Sequence[str], deadline: Deadline, path: str = "", **options: Any
+        self, payloads: Sequence[Payload], names: Sequence[str], deadline: Deadline, streamed: Streamed | None = None
     ) -> list[Entry]:
         """Return an entry for each payload, which is posted under a new id; see `HttpClient.post_each`.
 
@@ -239,8 +273,7 @@ class HttpEngine:
             payloads: what to post.
             names: the caller's name for each of them, by which `abort` finds it.
             deadline: the end of the call.
-            path: where they are posted, if that is not `rows_path`.
-            options: other arguments of `HttpClient.post_each`.
+            streamed: see `HttpClient.post_each`.
         """
         if not payloads:
             return []
@@ -248,12 +281,12 @@ class HttpEngine:
             if self.id_field:
                 payloads = [{**each, self.id_field: own} for each, own in zip(payloads, ids, strict=True)]
             return self.client.post_each(
-                path or self.rows_path,
+                self.rows_path,
                 payloads,
                 names=ids,
                 is_reply_to=self.is_reply_to,
                 timeout=deadline.left(),
-                **options,
+                streamed=streamed,
             )
 
     def try_rows(

@@ -25,7 +25,7 @@ _RETRIED = frozenset({429, 500, 502, 503, 504})
 #: The longest wait, in seconds, that a server's Retry-After is granted.
 _LONGEST_WAIT = 60.0
 #: How many characters of a server's message an error repeats.
-_MESSAGE_LENGTH = 300
+MESSAGE_LENGTH = 300
 
 
 class Aborted(Enum):
@@ -79,9 +79,6 @@ class ResponseReader:
     Args:
         secrets: what no message may repeat. A server may echo the key.
         key_variable: the environment variable that holds the key if no ``api_key`` is given.
-
-    Attributes:
-        secrets: as above.
     """
 
     def __init__(self, secrets: Secrets, key_variable: str | None = None) -> None:
@@ -126,7 +123,7 @@ class ResponseReader:
 
     def _cut(self, text: str) -> str:
         # Masked before it is cut, or half a key could be left at the end.
-        return self.secrets.masked(" ".join(text.split()))[:_MESSAGE_LENGTH]
+        return self.secrets.masked(" ".join(text.split()))[:MESSAGE_LENGTH]
 
 
 def _retry_after(text: str) -> float:

@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from corelm.errors import EngineError, InvalidRequestError
-from corelm_engine_kit.http_errors import REFUSED, TransientError
+from corelm_engine_kit.http_errors import MESSAGE_LENGTH, REFUSED, TransientError
 
-#: How many characters of a server's message an error repeats.
-_MESSAGE_LENGTH = 300
 #: The data of the event that ends a stream.
 _DONE = b"[DONE]"
 
@@ -107,5 +105,5 @@ def _raise_error(event: Any) -> None:
     if error is None:
         return
     found = error if isinstance(error, dict) else {}
-    said = f"the server reports an error: {str(found.get('message', error))[:_MESSAGE_LENGTH]}"
+    said = f"the server reports an error: {str(found.get('message', error))[:MESSAGE_LENGTH]}"
     raise InvalidRequestError(said) if found.get("code") in REFUSED else EngineError(said)

@@ -374,5 +374,5 @@ def _checked(found: Any, count: int, engine: LogitsEngine) -> Tensor:
     logits = found if isinstance(found, Tensor) else torch.tensor(found)
     expected = (count, engine.capabilities.vocab_size)
     if tuple(logits.shape) != expected:
-        raise EngineError(f"expected logits of shape {expected}, got {tuple(logits.shape)}")
+        raise EngineError(f"expected logits of shape {expected}, rows × vocabulary, got {tuple(logits.shape)}")
     return logits.to(engine.device, torch.float32)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from corelm.errors import CoreLMError, InvalidRequestError
-from corelm.spec import RowFailure, StopStrings, TopIds, log_tail_mass
+from corelm.spec import GenerateRequest, RowAnswer, RowFailure, StopStrings, TopIds, log_tail_mass
 from corelm_engine_kit.http_errors import ABORTED, AccessError, PartialReply, TransientError
 
 T = TypeVar("T")
@@ -130,22 +130,18 @@ def checked_ids(ids: Any, *, vocab_size: int, limit: int) -> list[int]:
     return ids
 
 
-def checked_logprobs(values: Any, count: int) -> Sequence[float]:
-    """Return log-probs as floats: a list, or the same array.
+def checked_logprobs(values: Any, count: int) -> list[float]:
+    """Return log-probs as floats.
 
     Args:
-        values: what the engine returned. An array of doubles takes a tenth of the time of a list.
+        values: what the engine returned: a list, a tuple or an array of numbers.
         count: how many there must be.
 
     Raises:
         RowError: there are more or fewer, or one is not a number, not finite, or above 0.
     """
-    doubles = isinstance(values, array) and values.typecode == "d"
-    if not (doubles or isinstance(values, (list, tuple))) or len(values) != count:
+    if not isinstance(values, (list, tuple, array)) or len(values) != count:
         raise RowError(f"it does not have one log-prob for each of its {count} tokens")
-    if doubles and _are_logprobs(values):
-        numbers: Sequence[float] = values
-        return numbers
     kinds = {*map(type, values)}
     if kinds <= {int, float}:
         try:
@@ -259,12 +255,31 @@ def checked_finish_reason(
     return str(reason)
 
 
-def _are_logprobs(values: array[float]) -> bool:
-    if not values:
-        return True
-    # NaN among the values makes both of these NaN, and NaN fails every comparison.
-    least, most = torch.aminmax(torch.frombuffer(values, dtype=torch.float64))
-    return bool(least > _INFINITE) and bool(most <= _ABOVE_ZERO)
+def checked_answer(
+    told: RowAnswer, request: GenerateRequest, *, limit: int, stops: StopStrings, vocab_size: int, aborted: bool
+) -> RowAnswer:
+    """Return an answer up to and including the token that ends it, if it fits the request.
+
+    Args:
+        told: the ids, log-probs and finish reason as the engine returned them. The reason need not be ``stop`` if a
+            token ends the answer; the log-probs are not looked at if none were asked for.
+        request: the request.
+        limit, vocab_size: see `checked_ids`.
+        stops: the stop strings of the row.
+        aborted: see `checked_finish_reason`.
+
+    Raises:
+        RowError: it does not fit.
+    """
+    ids = checked_ids(told.ids, vocab_size=vocab_size, limit=limit)
+    logprobs = [] if request.logprobs == "none" else checked_logprobs(told.logprobs, len(ids))
+    end = answer_end(ids, request.stop_ids, stops)
+    reason = told.finish_reason if end is None else "stop"
+    least, last = min(request.sampling.min_new_tokens, limit), ids[-1] if ids else None
+    reason = checked_finish_reason(
+        reason, len(ids[:end]), limit=limit, least=least, ended=end is not None, aborted=aborted, last=last
+    )
+    return RowAnswer(ids[:end], logprobs[:end], reason)
 
 
 def _is_logprob(value: Any) -> bool:

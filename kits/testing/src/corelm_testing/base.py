@@ -84,12 +84,13 @@ def require(backend: Backend, *names: str) -> None:
 
 
 class ConformanceBase:
-    """The base of `BackendConformance`. A subclass must define `open_backend` and `oracle`; the rest has defaults.
+    """The base of `BackendConformance`. A subclass must define `open_backend`, and `oracle` or `next_logprobs`.
 
     Attributes:
         tolerance: the largest accepted difference from a log-prob of the oracle, in nats. 16-bit models need more.
         not_shown: what the backend declares but this suite cannot show, with the reason, as in ``{"update_weights":
-            "other tests share the server"}``. Such tests are reported as expected failures, with that reason.
+            "other tests share the server"}``; or ``ignore_eos``, for example, if the backend refuses what every engine
+            is asked for. Such tests are reported as expected failures, with that reason.
         vocab_size: the vocabulary size of the backend; set when a test starts.
     """
 
@@ -121,14 +122,21 @@ class ConformanceBase:
     def oracle(self, ids: list[int], temperature: float) -> Tensor:
         """Return float32[len(ids)]: the log-probability of every id given the ids before it; entry 0 is ignored.
 
-        It must be computed without the backend.
+        It must be computed without the backend. The default calls `next_logprobs` at each position.
         """
-        raise NotImplementedError("define `oracle(self, ids, temperature)`: log-probs computed without the backend")
+        import torch
+
+        if type(self).next_logprobs is ConformanceBase.next_logprobs:
+            raise NotImplementedError(
+                "define `oracle` or `next_logprobs(self, ids, temperature)`: log-probs computed without the backend"
+            )
+        found = [self.next_logprobs(ids[:at], temperature)[ids[at]] for at in range(1, len(ids))]
+        return torch.stack([torch.tensor(0.0), *found])
 
     def next_logprobs(self, ids: list[int], temperature: float) -> Tensor:
         """Return float32[vocab_size]: the log-probability of every id that can follow `ids`.
 
-        The default calls `oracle` once per id. A vocabulary of more than 1024 ids needs a definition.
+        The default calls `oracle` for each id. A vocabulary of more than 1024 ids needs a definition.
         """
         import torch
 

@@ -60,7 +60,9 @@ class PlainOracle:
             loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, config=settings)
         except (ImportError, OSError, ValueError) as error:
             raise invalid(
-                "oracle", f"transformers cannot load {str(folder)!r}, so nothing can be compared: {described(error)}"
+                "oracle",
+                f"transformers cannot load {str(folder)!r}, so nothing can be compared; define another oracle in a "
+                f"test file, as docs/conformance.md shows: {described(error)}",
             ) from error
         return cls(loaded)
 

@@ -6,13 +6,14 @@ pytest loads it in every session of an environment in which core is installed: k
 from __future__ import annotations
 
 import inspect
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from corelm_testing.base import NOT_APPLICABLE, ConformanceBase
+from corelm.errors import CapabilityError
+from corelm_testing.base import NOT_APPLICABLE, NOT_SHOWN, ConformanceBase
 from corelm_testing.cassette.file import NotRecordedError
 from corelm_testing.cassette.fixture import MODES, Cassettes
 from corelm_testing.report import Recorder
@@ -69,15 +70,29 @@ def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     found = call.excinfo
-    in_kit = isinstance(item.parent, ConformanceClass) and call.when != "teardown"
-    if in_kit and found is not None and found.errisinstance(NotRecordedError):
-        # The backend is a cassette that does not hold the calls of this test.
-        skipped = pytest.skip.Exception(f"{NOT_APPLICABLE}its calls are not recorded")
-        call.excinfo = pytest.ExceptionInfo.from_exc_info((type(skipped), skipped, found.tb))
+    if found is not None and isinstance(item.parent, ConformanceClass) and call.when != "teardown":
+        outcome = _instead_of(found.value, item.parent.obj.not_shown)
+        if outcome is not None:
+            call.excinfo = pytest.ExceptionInfo.from_exc_info((type(outcome), outcome, found.tb))
     # A test that was interrupted gets no report.
     report = yield
     item.stash[_PASSED] = report.when == "call" and not report.failed
     return report
+
+
+def _instead_of(error: BaseException, not_shown: Mapping[str, str]) -> BaseException | None:
+    """Return what a test of the kit ends with instead of an error; None if it fails."""
+    if isinstance(error, NotRecordedError):
+        # The backend is a cassette that does not hold the calls of this test.
+        return pytest.skip.Exception(f"{NOT_APPLICABLE}its calls are not recorded")
+    if isinstance(error, CapabilityError):
+        # Every engine is asked for some parameters, without a declaration. The suite may say why this one refuses them.
+        from corelm.spec.sampling import EVERY_ENGINE
+
+        name = str(error.capability)
+        if name in EVERY_ENGINE and name in not_shown:
+            return pytest.xfail.Exception(f"{NOT_SHOWN}{name}: {not_shown[name]}")
+    return None
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -33,4 +33,4 @@ class BackendConformance(
     FaultPromises,
     LifecyclePromises,
 ):
-    """All tests of the kit. Subclass it as ``Test…`` and define `open_backend` and `oracle`."""
+    """All tests of the kit. Subclass it as ``Test…`` and define `open_backend`, and `oracle` or `next_logprobs`."""

@@ -21,7 +21,10 @@ class TokenPromises(ConformanceBase, theme="tokens"):
 
     def test_text_survives_tokenizing(self, backend: Backend) -> None:
         ids = backend.tokenize(TEXTS, add_special_tokens=False).ids
-        assert backend.detokenize(ids) == TEXTS
+        assert backend.detokenize(ids) == TEXTS, (
+            "the tokenizer changes a text; if its vocabulary cannot write every character, override this test with an "
+            "xfail that says so"
+        )
 
     def test_tokenize_gives_a_row_of_legal_ids_for_every_text(self, backend: Backend) -> None:
         ids = backend.tokenize(["", *TEXTS], add_special_tokens=False).ids

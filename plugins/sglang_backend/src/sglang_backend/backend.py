@@ -38,6 +38,7 @@ from corelm_engine_kit import (
     ModelHints,
     Payload,
     ProgressProbe,
+    Streamed,
     WeightGroup,
     answer_limits,
     configured_shapes,
@@ -246,17 +247,17 @@ class SGLangBackend(HttpEngine):
         return {row: {**payload, **named} for row, payload in enumerate(payloads)}
 
     def post_rows(
-        self, payloads: Sequence[Payload], names: Sequence[str], deadline: Deadline, path: str = "", **options: Any
+        self, payloads: Sequence[Payload], names: Sequence[str], deadline: Deadline, streamed: Streamed | None = None
     ) -> list[Any]:
         """Post requests, and those again that the server refuses as duplicates of a request whose connection broke."""
-        entries = super().post_rows(payloads, names, deadline, path, **options)
+        entries = super().post_rows(payloads, names, deadline, streamed)
         again = [row for row, entry in enumerate(entries) if protocol.is_duplicate(entry)]
         if again:
-            if (streamed := options.get("streamed")) is not None:
+            if streamed is not None:
                 tell = streamed.tell
-                options["streamed"] = replace(streamed, tell=lambda number, reply: tell(again[number], reply))
+                streamed = replace(streamed, tell=lambda number, reply: tell(again[number], reply))
             bodies, whose = [payloads[row] for row in again], [names[row] for row in again]
-            for row, entry in zip(again, super().post_rows(bodies, whose, deadline, path, **options), strict=True):
+            for row, entry in zip(again, super().post_rows(bodies, whose, deadline, streamed), strict=True):
                 entries[row] = entry
         return entries
 

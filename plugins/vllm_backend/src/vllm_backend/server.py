@@ -40,6 +40,7 @@ from corelm_engine_kit import (
     Payload,
     ProgressProbe,
     ReplyStreams,
+    Streamed,
     WeightGroup,
     fitting,
     fitting_stream,
@@ -123,18 +124,14 @@ class VLLMServer(HttpEngine):
         if logprobs_mode is not None and logprobs_mode not in LOGPROBS_MODES:
             raise invalid("logprobs_mode", f"with base_url it is 'raw' or 'processed', got {logprobs_mode!r}")
         client = http.client(base_url, "VLLM_API_KEY", progress_probe=PROBE)
-        try:
-            with http.opening(client) as deadline:
-                server = cls(client, read_server(client, hints, deadline), group)
-                server.info = probe_server(server, LOGPROBS_MODES.get(logprobs_mode or ""), deadline)
-                if group is not None:
-                    require_transfer(server.info.weight_transfer)
-                # The weights that the server has now are those that it was opened with.
-                server._initial_version = server._weight_version(deadline.left())
-                return server
-        except BaseException:
-            client.close()
-            raise
+        with http.opening(client) as deadline:
+            server = cls(client, read_server(client, hints, deadline), group)
+            server.info = probe_server(server, LOGPROBS_MODES.get(logprobs_mode or ""), deadline)
+            if group is not None:
+                require_transfer(server.info.weight_transfer)
+            # The weights that the server has now are those that it was opened with.
+            server._initial_version = server._weight_version(deadline.left())
+            return server
 
     @property
     def reasons(self) -> Mapping[str, str]:
@@ -196,13 +193,13 @@ class VLLMServer(HttpEngine):
         return rows, None if after in (self._initial_version, self._loaded_version) else after
 
     def post_rows(
-        self, payloads: Sequence[Payload], names: Sequence[str], deadline: Deadline, path: str = "", **options: Any
+        self, payloads: Sequence[Payload], names: Sequence[str], deadline: Deadline, streamed: Streamed | None = None
     ) -> list[Any]:
         """Post requests, each one alone where the server cannot score it next to others."""
         alone = self.info.scores_alone and any("prompt_logprobs" in payload for payload in payloads)
         entries: list[Any] = []
         for rows in at_a_time(len(payloads), alone=alone):
-            entries += super().post_rows(payloads[rows], names[rows], deadline, path, **options)
+            entries += super().post_rows(payloads[rows], names[rows], deadline, streamed)
         return entries
 
     def is_reply_to(self, payload: Payload, reply: Any) -> bool:

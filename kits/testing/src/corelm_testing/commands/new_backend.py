@@ -36,6 +36,12 @@ _FILES_OF_KINDS = {
     "server.py.in": "tests/server.py",
     "test_conformance.py.in": "tests/test_conformance.py",
 }
+#: The page about each kind.
+_PAGES = {
+    "logits": "docs/local-engines.md",
+    "http": "docs/write-a-backend.md, section 6,",
+    "engine": "docs/write-a-backend.md",
+}
 _NAME = re.compile(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*")
 
 
@@ -84,7 +90,7 @@ def new_backend(
             raise invalid("output", f"{str(folder)!r} exists and is not an empty folder; choose another one")
         write(name, folder, kind)
     typer.echo(f"Made {folder}. Its tests pass as it is:\n\n  cd {folder}\n  pip install -e '.[test]'\n  pytest\n")
-    typer.echo(f"Then open src/{_module(name)}/backend.py, and docs/write-a-backend.md of core.")
+    typer.echo(f"Then open src/{_module(name)}/backend.py, and {_PAGES[kind]} of core.")
 
 
 def write(name: str, folder: Path, kind: Kind = Kind.engine) -> None:
@@ -100,7 +106,7 @@ def write(name: str, folder: Path, kind: Kind = Kind.engine) -> None:
         "next_core": f"{major}.{minor + 1}",
         "key_variable": f"{module.upper()}_API_KEY",
         "kit_extra": "[http]" if kind is Kind.http else "",
-        **_told(kind, module),
+        **_told(kind, name, module),
     }
     template = files(__package__) / "backend_template"
     sources = {template / source: target for source, target in _FILES.items()}
@@ -113,17 +119,26 @@ def write(name: str, folder: Path, kind: Kind = Kind.engine) -> None:
         path.write_text(Template(file.read_text(encoding="utf-8")).substitute(values), encoding="utf-8")
 
 
-def _told(kind: Kind, module: str) -> dict[str, str]:
-    """Return what the README of the new backend says of its kind."""
+def _told(kind: Kind, name: str, module: str) -> dict[str, str]:
+    """Return what the files of the new backend say of its kind."""
     if kind is Kind.http:
         return {
             "stand_in": "tests/server.py",
             "call_it": "read its replies",
             "arguments": 'base_url="http://localhost:8000", tokenizer="PATH"',
             "flags": "--base-url http://localhost:8000 --option tokenizer=PATH --oracle-model PATH",
+            "name_engine": "",
+            "engines": "",
         }
-    stand_in = f"src/{module}/engine.py"
-    return {"stand_in": stand_in, "call_it": "call it", "arguments": '"PATH"', "flags": "--model PATH"}
+    return {
+        "stand_in": f"src/{module}/engine.py",
+        "call_it": "call it",
+        "arguments": '"PATH"',
+        "flags": "--model PATH",
+        "name_engine": ", and the module of your engine under `corelm.engines`",
+        "engines": "# The module of your engine: `corelm backends` says whether it can be imported. Replace it.\n"
+        f'[project.entry-points."corelm.engines"]\n{name} = "{module}"\n\n',
+    }
 
 
 def _module(name: str) -> str:
