@@ -108,13 +108,14 @@ class Backend:
     def info(self) -> Mapping[str, str]:
         """Short facts that the engine tells about itself, as they are now: ``{"decoding": "cached and padded"}``.
 
-        Empty for an engine that tells none, and for one in another process.
+        Empty for an engine that tells none, such as one behind a URL, and for one in another process.
 
         Raises:
             BackendClosedError: the backend was closed.
         """
         self.engine.require_open()
-        return MappingProxyType(dict(getattr(self.engine.plugin, "info", {})))
+        told = getattr(self.engine.plugin, "info", None)
+        return MappingProxyType(dict(told) if isinstance(told, Mapping) else {})
 
     @property
     def pad_id(self) -> int:

@@ -157,7 +157,7 @@ def test_answers_of_generate_can_be_scored_and_agree(tmp_path):
             checked += 1
     assert checked
     before = scores.read_bytes()
-    assert "0 answers written, 10 already present" in score((files[1], scores)).stderr
+    assert "0 lines scored, 10 already present" in score((files[1], scores)).stderr
     assert scores.read_bytes() == before
 
 

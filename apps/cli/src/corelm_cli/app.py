@@ -23,7 +23,6 @@ from corelm_cli.compare import SidesCommand, compare
 from corelm_cli.doctor import doctor
 from corelm_cli.engine import EngineChoice
 from corelm_cli.exits import SOME_FAILED, typed_exits
-from corelm_cli.running import run
 from corelm_cli.serving import serve
 from corelm_cli.streams import Messages, standard_output
 from corelm_cli.wording import as_flag
@@ -184,8 +183,9 @@ def generate(
         overwrite=overwrite,
         quiet=quiet,
         timed=timing,
+        as_json=as_json,
     )
-    run(job, as_json)
+    job.run()
 
 
 @app.command(cls=flags.GroupedCommand)
@@ -312,8 +312,9 @@ def score(
         overwrite=overwrite,
         quiet=quiet,
         timed=timing,
+        as_json=as_json,
     )
-    run(job, as_json)
+    job.run()
 
 
 @app.command(cls=flags.GroupedCommand)

@@ -1,25 +1,32 @@
-"""`Job`: read lines, let a worker serve them in batches, write what it returns. Every command for files is one."""
+"""`Job`: read lines, let a worker serve them in batches, write what it returns, say what was done, and exit.
+
+Every command for files is one.
+"""
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, Generic
+from typing import IO, Any, Generic, NoReturn, cast
 
+import typer
 from rich.console import Console
 
 from corelm import Backend
-from corelm.errors import BackendTimeoutError, EngineError, printable
+from corelm.errors import BackendTimeoutError, CoreLMError, EngineError, printable
 from corelm_cli.batch import Worker
 from corelm_cli.engine import EngineChoice
+from corelm_cli.exits import ENGINE_FAILED, INTERRUPTED, SOME_FAILED, exit_code, typed_exits
 from corelm_cli.lines import Id, L, LineError, ReadLine, count_lines, read_lines
-from corelm_cli.output import Answers, AnswersFile, Errors, check_paths, errors_path
+from corelm_cli.output import Answers, AnswersFile, Errors, check_paths, count_rows, errors_path
 from corelm_cli.progress import Bar
-from corelm_cli.streams import Stream, opened_input
+from corelm_cli.settings import recorded_engine
+from corelm_cli.streams import Messages, Stream, opened_input, standard_output, tell
 from corelm_cli.summary import Summary
 from corelm_cli.wording import as_flags
 from corelm_interop.timing import Timing
@@ -39,6 +46,7 @@ class Job(Generic[L]):
         samples: number of answers to a line.
         batch_size: number of lines to serve at a time.
         whole: whether `source` is one text, and not lines.
+        as_json: whether to print the summary as JSON.
     """
 
     source: Path | None
@@ -53,13 +61,56 @@ class Job(Generic[L]):
     overwrite: bool = False
     quiet: bool = False
     timed: bool = False
+    as_json: bool = False
 
-    def run(self, console: Console, summary: Summary, stdout: Stream | None) -> None:
-        """Run the job and count what it does in `summary`. If it raises, the answers so far were written.
+    def run(self) -> NoReturn:
+        """Run the job, say what it did, and exit."""
+        errors = None if self.target is None else errors_path(self.target)
+        command = self.settings["command"]
+        summary = Summary(command=command, output=self.target, errors=errors, settings=self.settings)
+        with typed_exits(), ExitStack() as stack:
+            # What engines print must not get among the answers, or into the JSON.
+            stdout = stack.enter_context(standard_output()) if self.target is None or self.as_json else None
+            code = self._to_its_end(summary, stdout)
+            begun = summary.seconds and summary.status == "interrupted"
+            if not self.quiet and (summary.written or summary.failed or begun or summary.status == "finished"):
+                for line in summary.lines():
+                    tell(line)
+            exists = self.target is not None and summary.written + summary.present > 0
+            if exists and summary.status in ("failed", "interrupted"):
+                again = "Run the same command again" + (" with the same input" if self.source is None else "")
+                tell(f"{again} to continue with the remaining lines.")
+            if self.as_json:
+                told = json.dumps(summary.to_dict(), ensure_ascii=False) + "\n"
+                if self.target is None or stdout is None:
+                    print(told, end="", file=Messages(), flush=True)
+                else:
+                    stdout.write(told.encode(errors="backslashreplace"))
+        raise typer.Exit(code)
 
-        Args:
-            stdout: where the answers go if there is no `target`.
-        """
+    def _to_its_end(self, summary: Summary, stdout: Stream | None) -> int:
+        """Serve all lines and return the exit code. How it ended is in the summary, and an error was printed."""
+        try:
+            self._serve(Console(file=cast(IO[str], Messages()), highlight=False), summary, stdout)
+        except KeyboardInterrupt:
+            if self.target is not None and summary.status == "running":
+                # The interrupt may have come after answers were written and before they were counted.
+                summary.written = count_rows(self.target) - summary.present
+            summary.status = "interrupted"
+            tell("interrupted")
+            return INTERRUPTED
+        except (CoreLMError, OSError) as error:
+            code = exit_code(error)
+            if summary.status == "running" or code == ENGINE_FAILED:
+                summary.status = "failed"
+            summary.error = as_flags(str(error))
+            tell(f"error: {summary.error}")
+            return code
+        summary.status = "finished"
+        return SOME_FAILED if summary.failed else 0
+
+    def _serve(self, console: Console, summary: Summary, stdout: Stream | None) -> None:
+        """Serve all lines and count what is done in `summary`. If this raises, the answers so far were written."""
         with ExitStack() as stack:
             # Open the files first, so that errors in them are reported before a model loads.
             source, known = stack.enter_context(opened_input(self.source, whole=self.whole))
@@ -79,7 +130,8 @@ class Job(Generic[L]):
             summary.timing = Timing() if self.timed else None
             engine = stack.enter_context(self.engine.open([summary.timing] if summary.timing else []))
             summary.status = "running"
-            answers.start()
+            summary.engine = recorded_engine(engine)
+            answers.start(summary.engine)
             if self.overwrite:
                 errors.finished()
             run = _Run(self.worker(engine), answers, errors, self.samples, console, summary)

@@ -122,7 +122,8 @@ def _parse(number: int, line: bytes, read: ReadLine[L]) -> L | LineError:
 ONE = ("completion", "response")
 #: Other keys that ``corelm generate --copy-input`` writes, so that its output can be scored and compared.
 FROM_ANSWERS = (
-    *("line", "prompt_hash", "sample", "finish_reason", "tokens", "token_ids", "log_probs", "provenance", "settings"),
+    *("line", "prompt_hash", "sample", "finish_reason", "tokens", "token_ids", "log_probs"),
+    *("message", "message_error", "engine", "provenance", "settings"),
     *("kept_ids", "kept_log_mass", "top_ids", "top_log_probs", "tail_log_mass"),
 )
 #: How many lines that are wrong a message names.

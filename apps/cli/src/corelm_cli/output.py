@@ -80,8 +80,12 @@ class Answers:
             self._note(row)
         return new
 
-    def start(self) -> None:
-        """Drop old answers, if that was asked for: the engine is open, and new ones follow."""
+    def start(self, engine: Mapping[str, str]) -> None:
+        """Drop old answers, if that was asked for: the engine is open, and new ones follow.
+
+        Args:
+            engine: what makes the new ones.
+        """
 
     def _note(self, row: Mapping[str, Any]) -> None:
         self._digests.setdefault(row["id"], {})[row.get("sample", 0)] = row["prompt_hash"]
@@ -97,6 +101,7 @@ class AnswersFile(Answers):
     def __init__(self, file: LineFile, settings: SettingsFile, *, overwrite: bool = False) -> None:
         super().__init__(None)
         self._file, self._settings, self._overwrite = file, settings, overwrite
+        self._engine: Mapping[str, str] = {}
         self._read()
 
     @classmethod
@@ -114,8 +119,9 @@ class AnswersFile(Answers):
         with locked(path, keep_empty=path.exists()) as file:
             yield cls(file, SettingsFile(settings_path(path), settings), overwrite=overwrite)
 
-    def start(self) -> None:
+    def start(self, engine: Mapping[str, str]) -> None:
         """See `Answers`."""
+        self._engine = engine
         if self._overwrite:
             self._file.clear()
 
@@ -126,12 +132,11 @@ class AnswersFile(Answers):
         settings = self._settings
         if not len(self):
             # Before the first answer, so that no answer is ever without its settings.
-            settings.save(rows[0].get("provenance"))
-        kept = [
-            {name: value for name, value in row.items() if name != "provenance" or value != settings.provenance}
-            for row in rows
-        ]
-        self._file.append(_line({**row, "settings": settings.fingerprint}) for row in kept)
+            settings.save(self._engine, rows[0].get("provenance"))
+        assert settings.saved is not None
+        said = {name: settings.saved[name] for name in ("engine", "provenance")}
+        rows = [{**row, "engine": self._engine, "settings": settings.fingerprint} for row in rows]
+        self._file.append(_line({k: v for k, v in row.items() if k not in said or v != said[k]}) for row in rows)
 
     def _read(self) -> None:
         for number, line in enumerate(self._file.read(ANSWER), 1):

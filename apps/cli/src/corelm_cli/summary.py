@@ -20,6 +20,7 @@ class Summary:
         output: the file that is written; None for the standard output.
         errors: the file that lists the lines that failed, if there is one.
         settings: the settings of the answers.
+        engine: what makes the answers, see `recorded_engine`; empty until it is open.
         status: `refused` until the engine is open; then `running`; in the end `finished`, `interrupted` or `failed`.
         finish_reasons: number of written answers by finish reason.
         tokens: number of sampled or scored tokens in the written answers.
@@ -31,6 +32,7 @@ class Summary:
     output: Path | None = None
     errors: Path | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
+    engine: Mapping[str, str] = field(default_factory=dict)
     status: str = "refused"
     error: str | None = None
     written: int = 0
@@ -55,7 +57,9 @@ class Summary:
 
     def lines(self) -> list[str]:
         """Return the summary as a person reads it."""
-        said = f"{counted(self.written, 'answer')} written, {self.present} already present"
+        scores = self.command == "score"
+        done = f"{counted(self.written, 'line')} scored" if scores else f"{counted(self.written, 'answer')} written"
+        said = f"{done}, {self.present} already present"
         if self.failed:
             where = "the messages above" if self.errors is None else self.errors
             said += f", {counted(self.failed, 'line')} failed (see {where})"
@@ -64,9 +68,8 @@ class Summary:
             reasons = ", ".join(f"{reason} {count}" for reason, count in self.finish_reasons.most_common())
             told.append(f"finish reasons: {reasons}")
         if self.tokens_per_second is not None and self.tokens:
-            done = "scored" if self.command == "score" else "sampled"
-            speed = f"{self.tokens_per_second:,.0f} tokens/s"
-            told.append(f"{counted(self.tokens, 'token')} {done} in {self.seconds:.1f} s, {speed}")
+            tokens = f"{counted(self.tokens, 'token')} {'scored' if scores else 'sampled'}"
+            told.append(f"{tokens} in {self.seconds:.1f} s, {self.tokens_per_second:,.0f} tokens/s")
         if self.timing is not None:
             told += repr(self.timing.summary()).splitlines()
         return told
@@ -87,6 +90,7 @@ class Summary:
             "output": None if self.output is None else str(self.output),
             "errors_file": None if self.errors is None or not self.failed else str(self.errors),
             "settings": self.settings,
+            "engine": self.engine,
             **({} if self.timing is None else {"timing": self.timing.summary().to_dict()}),
         }
 

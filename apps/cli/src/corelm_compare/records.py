@@ -306,7 +306,9 @@ class Comparison(Record):
         gaps: between each two sides, and between each side and the oracle if there is one (`sides` and `oracle`).
         own: each side's distances to itself (`again`, `company`, `order`, `late_start`, `sampled`); `one` begins with
             the name of the side.
-        tolerances: mean `|Δ|` in nats up to which a side's distance is noise, by the name of the side.
+        tolerances: mean `|Δ|` in nats up to which another side's scores agree with a side's, by the name of the side.
+        limits: mean `|Δ|` in nats up to which a side's distance to itself or to the plain forward is what its dtype
+            rounds, by the name of the side.
         divergences: where ids, answers and numbers first differ.
         experiments: everything that was tried, in order.
         causes: what was found, the surest first.
@@ -336,6 +338,7 @@ class Comparison(Record):
     seed: int
     seconds: float
     verdict: Verdict
+    limits: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def exit_code(self) -> int:
@@ -427,10 +430,10 @@ def _record(kind: Callable[..., R], found: Any, path: str) -> R:
             dtype = torch.int64 if kind is Gap and each.name in ("rows", "positions") else torch.float32
             numbers = [math.nan if value is None else value for value in found.get(each.name, ())]
             values[each.name] = torch.tensor(numbers, dtype=dtype)
-        elif each.name not in found:
-            raise invalid(where, "is missing")
-        else:
+        elif each.name in found:
             values[each.name] = _value(hint, found[each.name], where)
+        elif each.default_factory is dataclasses.MISSING:
+            raise invalid(where, "is missing")
     return kind(**values)
 
 

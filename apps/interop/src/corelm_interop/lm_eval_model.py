@@ -224,6 +224,7 @@ class CoreLM(TemplateLM):
             "corelm_backend": self.engine.name,
             "corelm_model": self.engine.model_name,
             "corelm_weights": self.engine.weight_version,
+            "corelm_engine": {"software": self.engine.engine.software, **self.engine.info},
             "corelm_tokens": dict(self._tokens),
         }
 
