@@ -252,6 +252,7 @@ def test_log_probs_that_mean_something_else_are_a_problem(distribution):
     with corelm.get_backend("toy") as toy, serving(toy) as server:
         *_, last = server_findings(server.url, scan(), {"api_key": server.api_key}, "lying")
     assert last.level == "problem" and "not of the same distribution" in last.text
+    assert last.text.startswith("log-probs of 16 tokens that it sampled at temperature 0.5")
 
 
 # ---------------------------------------------------------------- processes

@@ -5,15 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
 import corelm
-from helpers.command_line import corelm_command, generate, rows, settings_of, write_prompts
-
-
-@pytest.fixture
-def files(tmp_path: Path) -> tuple[Path, Path]:
-    return write_prompts(tmp_path)
+from helpers.command_line import corelm_command, generate, rows, settings_of
 
 
 def saved(files: tuple[Path, Path]) -> Path:

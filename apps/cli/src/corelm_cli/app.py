@@ -8,7 +8,6 @@ This module must not import torch, so that ``corelm backends`` and ``--help`` an
 from __future__ import annotations
 
 import math
-import sys
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,12 +16,13 @@ import typer
 
 from corelm._version import __version__
 from corelm.spec import SamplingParams
-from corelm_cli import flags, interrupt_ends_process, listing
+from corelm_cli import flags, interrupt_ends_process
 from corelm_cli.commands import Commands
 from corelm_cli.compare import SidesCommand, compare
 from corelm_cli.doctor import doctor
 from corelm_cli.engine import EngineChoice
 from corelm_cli.exits import SOME_FAILED, typed_exits
+from corelm_cli.listing import backends
 from corelm_cli.serving import serve
 from corelm_cli.streams import Messages, standard_output
 from corelm_cli.wording import as_flag
@@ -38,6 +38,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+app.command()(backends)
 app.command(cls=SidesCommand)(compare)
 app.command(cls=flags.GroupedCommand)(doctor)
 # Flags that this command does not have are options of the engine.
@@ -67,16 +68,6 @@ def root(
     ] = False,
 ) -> None:
     pass
-
-
-@app.command()
-def backends(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
-) -> None:
-    """List the installed backends without importing them."""
-    with typed_exits():
-        listing.show(as_json)
-        sys.stdout.flush()
 
 
 @app.command(cls=flags.GroupedCommand)

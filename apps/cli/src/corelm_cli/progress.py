@@ -33,10 +33,9 @@ class Bar:
         *,
         quiet: bool,
         counts: bool = True,
-        console: Console | None = None,
         redirects: bool = True,
     ) -> None:
-        console = console or Console(file=cast(IO[str], Messages()), highlight=False)
+        console = Console(file=cast(IO[str], Messages()), highlight=False)
         counted = [MofNCompleteColumn(), TimeRemainingColumn()] if counts else []
         self._bar = Progress(
             *(TextColumn("{task.description}"), BarColumn(), *counted),

@@ -9,7 +9,7 @@ from itertools import compress
 from typing import Any
 
 from corelm import Ragged
-from corelm.application import encode_completions, row_problems
+from corelm.application import encode_completions
 from corelm.errors import InvalidRequestError
 from corelm.spec import Chat, Message
 from corelm_cli.batch import Outcome, Worker, id_fields, provenance_of_row, rendered_rows
@@ -81,10 +81,7 @@ class Scorer(Worker[ToScore]):
             raise InvalidRequestError(f"--window: the context of the model is {most}; give --window {most} or less")
 
     def ask_harmless(self, *, chat: bool) -> bool:
-        lines = [HARMLESS_TEXT] + [HARMLESS_CHAT] * chat
-        ids = [each.ids for found in self._encode(lines) if not isinstance(found, str) for each in found]
-        self.ask(lines)
-        return len(ids) > len(row_problems(Ragged.from_list(ids), self.engine.capabilities))
+        return bool(self.ask([HARMLESS_TEXT] + [HARMLESS_CHAT] * chat)[0])
 
     def ask(self, lines: list[ToScore]) -> Outcome:
         encoded = self._encode(lines)

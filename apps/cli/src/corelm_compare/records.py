@@ -138,11 +138,11 @@ class Row(Record):
 
     ids: tuple[int, ...]
     prompt_length: int
-    tokens: tuple[str, ...]
+    tokens: tuple[str, ...] = ()
     text: str
     kind: Literal["text", "conversation", "ids"]
-    sampled_by: str | None
-    numbers: Mapping[str, tuple[float, ...]]
+    sampled_by: str | None = None
+    numbers: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
     @property
     def made_of_others(self) -> bool:

@@ -144,10 +144,6 @@ def sampling_of(given: Mapping[str, Any], *, default_max_tokens: int | None) -> 
 LENGTHS = ("max_tokens", "max_completion_tokens")
 
 
-#: The fields that limit the length of an answer.
-LENGTHS = ("max_tokens", "max_completion_tokens")
-
-
 def shared(given: Mapping[str, Any], known: Collection[str], *, default_max_tokens: int | None) -> dict[str, Any]:
     """Refuse fields other than those `known`, and return what every body holds: the fields of `Ask`.
 
