@@ -44,6 +44,8 @@ def test_how_the_engine_ran_is_saved(tmp_path, tiny_model):
     engine = settings_of(target)["engine"]
     assert (engine["model"], engine["attention"]) == ("float32 on cpu", "sdpa") and "transformers" in engine["software"]
     assert json.loads(result.stdout)["engine"] == engine and "engine" not in rows(target)[0]
+    piped = corelm_command("score", "--model", tiny_model, "--input", source)
+    assert json.loads(piped.stdout)["engine"] == engine
 
 
 def test_an_answer_of_a_run_in_another_dtype_holds_its_own(files, fabricate, monkeypatch):

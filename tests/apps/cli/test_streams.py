@@ -56,7 +56,7 @@ def test_a_dash_writes_the_answers_to_the_standard_output(files):
     piped = generate(("-", "-"), "--seed", 5, "--log-probs", "raw", stdin=files[0].read_text())
     assert piped.exit_code == 0, piped.stderr
     made = settings_of(files[1])
-    expected = [{**row, "provenance": made["provenance"]} for row in rows(files[1])]
+    expected = [{**row, "provenance": made["provenance"], "engine": made["engine"]} for row in rows(files[1])]
     for row in expected:
         assert row.pop("settings") == made["fingerprint"]
     assert [json.loads(line) for line in piped.stdout.splitlines()] == expected

@@ -24,10 +24,11 @@ FAILED = (b'{"line": ', b', "id": ', b', "error": "')
 
 
 class Answers:
-    """Answers that go to a stream. Each holds the provenance of its log-probs, and none is read back."""
+    """Answers that go to a stream. Each says how the engine ran and what its log-probs are of; none is read back."""
 
     def __init__(self, stream: Stream | None) -> None:
         self._stream = stream
+        self._engine: Mapping[str, str] = {}
         #: The digest of what was asked, for each id and sample number.
         self._digests: dict[Id, dict[int, str]] = {}
 
@@ -86,13 +87,14 @@ class Answers:
         Args:
             engine: what makes the new ones.
         """
+        self._engine = engine
 
     def _note(self, row: Mapping[str, Any]) -> None:
         self._digests.setdefault(row["id"], {})[row.get("sample", 0)] = row["prompt_hash"]
 
     def _append(self, rows: list[dict[str, Any]]) -> None:
         assert self._stream is not None
-        self._stream.write(b"".join(map(_line, rows)))
+        self._stream.write(b"".join(_line({**row, "engine": self._engine}) for row in rows))
 
 
 class AnswersFile(Answers):
@@ -101,7 +103,6 @@ class AnswersFile(Answers):
     def __init__(self, file: LineFile, settings: SettingsFile, *, overwrite: bool = False) -> None:
         super().__init__(None)
         self._file, self._settings, self._overwrite = file, settings, overwrite
-        self._engine: Mapping[str, str] = {}
         self._read()
 
     @classmethod
@@ -121,7 +122,7 @@ class AnswersFile(Answers):
 
     def start(self, engine: Mapping[str, str]) -> None:
         """See `Answers`."""
-        self._engine = engine
+        super().start(engine)
         if self._overwrite:
             self._file.clear()
 
