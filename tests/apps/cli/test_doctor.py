@@ -296,6 +296,15 @@ def test_this_and_another_interpreter_are_looked_at_and_one_that_is_none_is_a_pr
     assert "can hold an engine" in there[0]["text"] and {"torch", "backend 'toy'"} <= {each["about"] for each in there}
 
 
+@pytest.mark.process
+def test_another_interpreter_needs_no_command_of_core(tmp_path, monkeypatch):
+    (tmp_path / "corelm_cli.py").write_text("raise ImportError('this environment has core and an engine alone')")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    monkeypatch.setenv("CORELM_BACKENDS", "toy")
+    first, *rest = diagnosis.findings_of(sys.executable)
+    assert "can hold an engine" in first.text and {"torch", "backend 'toy'"} <= {each.about for each in rest}
+
+
 def test_a_model_is_opened_and_timed_and_an_index_that_does_not_answer_is_no_problem(tiny_model, monkeypatch):
     asked: list[list[str]] = []
 

@@ -63,8 +63,8 @@ def test_more_samples_keep_the_first_ones(files, tmp_path):
 BAD = {
     b"not json": "not valid JSON",
     b"[1]": "expected an object, got list",
-    b'{"id": "x"}': "either `prompt` or `messages`",
-    b'{"prompt": "a", "messages": []}': "either `prompt` or `messages`",
+    b'{"id": "x"}': "expected one of `prompt` and `messages`, got none of them",
+    b'{"prompt": "a", "messages": []}': "expected one of `prompt` and `messages`, got prompt and messages",
     b'{"prompt": 3}': "prompt: expected a string, got int",
     b'{"messages": []}': "messages: expected a list",
     b'{"messages": [{"content": "a"}]}': "role is missing",

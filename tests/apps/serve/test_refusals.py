@@ -115,7 +115,8 @@ def test_what_is_not_json_is_refused(shared_server: ServerThread) -> None:
     with http_of(shared_server) as client:
         for body in (b"", b"{", b"\xff\xfe", b'{"a": NaN}', b"[" * 100_000, b'{"n": ' + b"9" * 9000 + b"}"):
             answer = client.post(CHATS, content=body, headers={"content-type": "application/json"})
-            assert answer.status_code == 400 and answer.json()["error"]["param"] in ("body", "n"), body[:20]
+            error = answer.json()["error"]
+            assert answer.status_code == 400 and error["message"].startswith(("body: it is not JSON: ", "n: ")), error
 
 
 @pytest.fixture(scope="module")
@@ -182,13 +183,11 @@ def test_other_paths_and_methods_are_not_found(shared_server: ServerThread) -> N
         assert client.get("/v1/models/none").json()["error"]["code"] == "model_not_found"
 
 
-def test_another_content_type_is_refused_and_a_body_that_is_no_json(shared_server: ServerThread) -> None:
+def test_another_content_type_is_refused(shared_server: ServerThread) -> None:
     # A page in a browser can send this one to any site.
     with http_of(shared_server) as client:
         answer = client.post(CHATS, content=b"{}", headers={"content-type": "text/plain"})
-        cut = client.post(CHATS, content=b'{"messages": ', headers={"content-type": "application/json"})
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "content-type"
-    assert cut.status_code == 400 and cut.json()["error"]["message"].startswith("body: it is not JSON: Expecting value")
 
 
 @pytest.mark.parametrize("chunked", [False, True])

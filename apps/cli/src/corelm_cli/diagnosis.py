@@ -1,6 +1,6 @@
 """What `corelm doctor` looks at: `Finding`, what was found, and functions that find it.
 
-This module must not import typer, so that other interpreters need core alone.
+This module must import nothing but core and what core requires: it is loaded in other interpreters as well.
 """
 
 from __future__ import annotations
@@ -381,7 +381,14 @@ def _misfits(module: str) -> Iterator[str]:
 
 # Interpreters ---------------------------------------------------------------------------------------------------------
 
-_REMOTE = "from corelm_cli.diagnosis import as_dicts; found = as_dicts()"
+#: Loads this file there, by its path: an environment of an engine has core, and need not have this distribution.
+_REMOTE = f"""
+import importlib.util
+spec = importlib.util.spec_from_file_location("corelm_diagnosis", {__file__!r})
+sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+found = module.as_dicts()
+"""
 #: Seconds in which another interpreter has imported its engines, one after another.
 _INTERPRETER_TIMEOUT = 900.0
 

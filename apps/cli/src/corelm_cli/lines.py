@@ -142,8 +142,7 @@ class Prompt(Line):
 def read_prompt(number: int, name: Id, row: dict[str, Any]) -> Prompt:
     """Read a line with `prompt`, or with `messages` and optionally `tools`."""
     always = _always(number, name, row, ("prompt", "messages", "tools"))
-    if ("prompt" in row) == ("messages" in row):
-        raise InvalidRequestError(f"expected either `prompt` or `messages`, got {', '.join(row) or 'neither'}")
+    _one_of(row, "prompt", "messages")
     return Prompt(text=_text(row, "prompt"), chat=_chat(row), tools=_tools(row), **always)
 
 

@@ -412,17 +412,13 @@ def from_json(found: Mapping[str, Any]) -> Comparison:
     Raises:
         InvalidRequestError: it is not such a comparison, or of another version of the format; `field` names the place.
     """
-    if not isinstance(found, Mapping):
-        raise invalid("comparison", f"expected an object, got {shown(found)}")
-    if found.get("format") != FORMAT:
+    if _of_type(Mapping, found, "comparison").get("format") != FORMAT:
         raise invalid("format", f"expected {FORMAT!r}, got {shown(found.get('format'))}")
     return _record(Comparison, found, "comparison")
 
 
 def _record(kind: Callable[..., R], found: Any, path: str) -> R:
-    if not isinstance(found, Mapping):
-        raise invalid(path, f"expected an object, got {shown(found)}")
-    values = {}
+    values, found = {}, _of_type(Mapping, found, path)
     hints = get_type_hints(kind)
     for each in dataclasses.fields(kind):  # type: ignore[arg-type]
         hint, where = hints[each.name], f"{path}.{each.name}"
@@ -449,24 +445,21 @@ def _value(hint: Any, found: Any, path: str) -> Any:
         one_of(path, found, parts)
         return found
     if origin is tuple:
-        if not isinstance(found, list):
-            raise invalid(path, f"expected a list, got {shown(found)}")
-        return tuple(_value(parts[0], each, f"{path}[{at}]") for at, each in enumerate(found))
+        return tuple(_value(parts[0], each, f"{path}[{at}]") for at, each in enumerate(_of_type(list, found, path)))
     if origin is Mapping:
-        if not isinstance(found, Mapping):
-            raise invalid(path, f"expected an object, got {shown(found)}")
-        return {str(key): _value(parts[1], each, f"{path}.{key}") for key, each in found.items()}
+        return {
+            str(key): _value(parts[1], each, f"{path}.{key}") for key, each in _of_type(Mapping, found, path).items()
+        }
     if dataclasses.is_dataclass(hint):
         return _record(cast(Callable[..., Any], hint), found, path)
     if hint is float:
         # JSON has neither NaN nor infinities; and 1 may stand for 1.0.
-        if found is None:
-            return math.nan
-        return float(_of_type((int, float), found, path))
+        return math.nan if found is None else float(_of_type((int, float), found, path))
     return _of_type(hint, found, path)
 
 
 def _of_type(kind: Any, found: Any, path: str) -> Any:
     if not isinstance(found, kind) or (isinstance(found, bool) and kind is not bool):
-        raise invalid(path, f"expected {getattr(kind, '__name__', 'a number')}, got {shown(found)}")
+        words = {Mapping: "an object", list: "a list"}.get(kind) or getattr(kind, "__name__", "a number")
+        raise invalid(path, f"expected {words}, got {shown(found)}")
     return found
