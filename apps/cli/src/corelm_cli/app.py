@@ -8,9 +8,8 @@ This module must not import torch, so that ``corelm backends`` and ``--help`` an
 from __future__ import annotations
 
 import math
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -39,20 +38,6 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.command()(backends)
-app.command(cls=SidesCommand)(compare)
-app.command(cls=flags.GroupedCommand)(doctor)
-# Flags that this command does not have are options of the engine.
-app.command(cls=flags.GroupedCommand, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
-    serve
-)
-
-
-class LogProbsOption(StrEnum):
-    """The log-probabilities to write."""
-
-    none = "none"
-    raw = "raw"
-    processed = "processed"
 
 
 def _version(wanted: bool) -> None:
@@ -85,12 +70,12 @@ def generate(
     adapter: flags.Adapter = None,
     batch_size: flags.BatchSize = 16,
     log_probs: Annotated[
-        LogProbsOption,
+        Literal["none", "raw", "processed"],
         flags.of_files(
             help="Write the log-probability of every token: the model's own (raw), or the one it was sampled with "
             "(processed)."
         ),
-    ] = LogProbsOption.none,
+    ] = "none",
     return_support: flags.ReturnSupport = False,
     top_logprobs: flags.TopLogprobs = 0,
     overwrite: flags.Overwrite = False,
@@ -102,7 +87,7 @@ def generate(
     chat_template: flags.ChatTemplate = None,
     template_kwargs: flags.TemplateKwargs = None,
     tokenizer_kwargs: flags.TokenizerKwargs = None,
-    truncation: flags.Truncation = flags.Truncate.error,
+    truncation: flags.Truncation = "error",
     continue_final_message: flags.ContinueFinalMessage = False,
     response_parser: flags.ResponseParser = None,
 ) -> None:
@@ -122,7 +107,7 @@ def generate(
     """
     given = {"return_support": return_support, "top_logprobs": top_logprobs}
     other_ids = {name: value for name, value in given.items() if value}
-    if other_ids and log_probs is LogProbsOption.none:
+    if other_ids and log_probs == "none":
         raise typer.BadParameter(
             "no log-probs are written, which say of which distribution it is; give --log-probs raw or processed as "
             "well",
@@ -147,13 +132,13 @@ def generate(
             chat_template,
             template_kwargs,
             tokenizer_kwargs,
-            truncation=truncation.value,
+            truncation=truncation,
             continue_final_message=continue_final_message,
             adapter=engine.adapter,
             response_parser=response_parser,
         )
     written: dict[str, Any] = {
-        **{"log_probs": log_probs.value, "return_tokens": return_tokens, "copy_input": copy_input},
+        **{"log_probs": log_probs, "return_tokens": return_tokens, "copy_input": copy_input},
         **other_ids,
     }
     job: Job[Prompt] = Job(
@@ -236,7 +221,7 @@ def score(
     chat_template: flags.ChatTemplate = None,
     template_kwargs: flags.TemplateKwargs = None,
     tokenizer_kwargs: flags.TokenizerKwargs = None,
-    completion_boundary: flags.CompletionBoundary = flags.Boundary.joint,
+    completion_boundary: flags.CompletionBoundary = "joint",
 ) -> None:
     """Score every line of a JSONL file. If interrupted, run it again to continue.
 
@@ -277,7 +262,7 @@ def score(
             template_kwargs,
             tokenizer_kwargs,
             generate=False,
-            completion_boundary=completion_boundary.value,
+            completion_boundary=completion_boundary,
             adapter=engine.adapter,
         )
     written: dict[str, Any] = {
@@ -326,7 +311,7 @@ def chat(
     ] = None,
     chat_template: flags.ChatTemplate = None,
     template_kwargs: flags.TemplateKwargs = None,
-    truncation: flags.Truncation = flags.Truncate.error,
+    truncation: flags.Truncation = "error",
 ) -> None:
     """Chat with a model on the terminal. Each line is a question; the conversation is kept.
 
@@ -352,7 +337,7 @@ def chat(
     with typed_exits(), standard_output() as stdout:
         try:
             options = flags.policy_options(
-                chat_template, template_kwargs, truncation=truncation.value, adapter=engine.adapter
+                chat_template, template_kwargs, truncation=truncation, adapter=engine.adapter
             )
             with engine.open() as opened:
                 policy = LLMPolicy(opened, options, sampling_params=params, return_log_probs=False, return_masks=False)
@@ -361,6 +346,13 @@ def chat(
             print(file=Messages())  # after the ^C that the terminal shows
             raise
     raise typer.Exit(0 if complete else SOME_FAILED)
+
+
+# Flags that `serve` does not have are options of the engine.
+_OTHERS = {"allow_extra_args": True, "ignore_unknown_options": True}
+app.command(cls=flags.GroupedCommand, context_settings=_OTHERS)(serve)
+app.command(cls=SidesCommand)(compare)
+app.command(cls=flags.GroupedCommand)(doctor)
 
 
 # What the commands share ----------------------------------------------------------------------------------------------

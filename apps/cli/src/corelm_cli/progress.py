@@ -33,9 +33,10 @@ class Bar:
         *,
         quiet: bool,
         counts: bool = True,
+        console: Console | None = None,
         redirects: bool = True,
     ) -> None:
-        console = Console(file=cast(IO[str], Messages()), highlight=False)
+        console = console or Console(file=cast(IO[str], Messages()), highlight=False)
         counted = [MofNCompleteColumn(), TimeRemainingColumn()] if counts else []
         self._bar = Progress(
             *(TextColumn("{task.description}"), BarColumn(), *counted),
