@@ -114,8 +114,7 @@ class Backend:
             BackendClosedError: the backend was closed.
         """
         self.engine.require_open()
-        told = getattr(self.engine.plugin, "info", None)
-        return MappingProxyType(dict(told) if isinstance(told, Mapping) else {})
+        return MappingProxyType(dict(own) if isinstance(own := getattr(self.engine.plugin, "info", 0), Mapping) else {})
 
     @property
     def pad_id(self) -> int:
