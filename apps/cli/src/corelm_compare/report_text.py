@@ -99,13 +99,15 @@ def _rest(comparison: Comparison, width: int) -> Iterator[str]:
 
 def _wrapped(text: str, width: int, first: str = "", rest: str | None = None) -> list[str]:
     """Return a text as lines of at most `width` characters; what is not printable becomes an escape sequence."""
-    return textwrap.wrap(
-        printable(text),
+    # A number stays with its sign.
+    lines = textwrap.wrap(
+        printable(text).replace(" %", "\xa0%"),
         width,
         initial_indent=first,
         subsequent_indent=first if rest is None else rest,
         break_on_hyphens=False,
     )
+    return [line.replace("\xa0", " ") for line in lines]
 
 
 # Words and numbers that the page has as well ---
