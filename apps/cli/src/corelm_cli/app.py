@@ -99,8 +99,9 @@ def generate(
 
     With --seed, an answer depends only on the seed, its prompt's line number and its sample number.
 
-    For the output answers.jsonl, the settings and the provenance of the log-probabilities are saved once, in
-    answers.settings.json. A run adds to the answers of a file only if it has their settings and their prompts.
+    For the output answers.jsonl, the settings, how the engine ran (its dtype, for example) and the provenance of the
+    log-probabilities are saved once, in answers.settings.json. A run adds to the answers of a file only if it has their
+    settings and their prompts.
 
     Exit code 1: some lines failed; for the output answers.jsonl, they are listed in answers.errors.jsonl. 2: the
     command was refused, or a file could not be read or written. 3: the engine failed. 130: interrupted.
