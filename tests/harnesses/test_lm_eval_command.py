@@ -41,11 +41,21 @@ def test_the_page(folder):
         assert done.returncode == 0, done.stderr
     found = results_in(folder / "results")
     assert found["config"]["corelm_backend"] == "transformers" and found["config"]["corelm_tokens"]["scored"] > 0
+    assert found["config"]["corelm_engine"]["model"] == "float32 on cpu"
     assert list(folder.glob("answers*.db")) and "|names|" in done.stdout.replace(" ", "")
     (samples,) = folder.rglob("samples_names_*.jsonl")
     assert len(samples.read_text().splitlines()) == 2
     # Its Python block reads the task that the commands wrote.
     PAGE.run()
+
+
+def test_the_advice_to_apply_a_chat_template_is_about_the_model(folder):
+    (folder / "tiny-model").rename(folder / "tiny-instruct")
+    write_tasks(folder / "tasks", ["Pip"] * len(QUESTIONS))
+    command = [sys.executable, "-m", "corelm_interop.lm_eval", "--model", "corelm", "--include_path", "tasks"]
+    done = run(*command, "--tasks", "choices", "--model_args", "backend=transformers,model=tiny-instruct")
+    assert done.returncode == 0, done.stderr
+    assert "the model appears to be an" in done.stderr and "pretrained=None" not in done.stderr
 
 
 def test_an_argument_that_nothing_knows_is_one_line(folder):

@@ -91,6 +91,13 @@ def generate(
     return corelm_command("generate", *always, *more, stdin=stdin)
 
 
+def score(
+    files: tuple[Path | str, Path | str], *more: object, backend: str = "toy", stdin: str | None = None
+) -> Result:
+    source, target = files
+    return corelm_command("score", "--backend", backend, "--input", source, "--output", target, *more, stdin=stdin)
+
+
 def rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 

@@ -96,13 +96,13 @@ class Backend:
     def info(self) -> Mapping[str, str]:
         """Short facts that the engine tells about itself, as they are now: ``{"decoding": "cached and padded"}``.
 
-        Empty for an engine that tells none, and for one in another process.
+        Empty for an engine that tells none, such as one behind a URL, and for one in another process.
 
         Raises:
             BackendClosedError: the backend was closed.
         """
         self.engine.require_open()
-        return MappingProxyType(dict(getattr(self.engine.plugin, "info", {})))
+        return MappingProxyType(dict(own) if isinstance(own := getattr(self.engine.plugin, "info", 0), Mapping) else {})
 
     @property
     def pad_id(self) -> int:

@@ -23,11 +23,6 @@ from helpers.command_line import CHAT, FAULTY, LINES, corelm_command, generate, 
 COMMAND = Path(sys.executable).parent / "corelm"
 
 
-@pytest.fixture
-def files(tmp_path: Path) -> tuple[Path, Path]:
-    return write_prompts(tmp_path)
-
-
 def greedy(prompt: list[int], new: int) -> list[int]:
     """Return the `new` most likely next bytes, read from the table itself, without an end of turn."""
     best, ids = Bigram.of_talk().table.argmax(-1), list(prompt)

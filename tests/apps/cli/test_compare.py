@@ -104,7 +104,7 @@ def test_a_quick_comparison_and_a_budget(tmp_path):
     result = corelm_command("compare", *TWO, "--input", tmp_path / "prompts.jsonl", "--json", "--quick")
     made = json.loads(result.stdout)
     assert result.exit_code == 0 and sum(row["kind"] == "text" for row in made["rows"]) == 4
-    assert re.search(r" tokens in 4 prompts and 3 rows made of their ids: mean", " ".join(result.stderr.split()))
+    assert re.search(r" tokens in 4 prompts and 3 rows made of their ids, scored by ", " ".join(result.stderr.split()))
     result = corelm_command("compare", *TWO, "--input", tmp_path / "prompts.jsonl", "--budget", "1e-6")
     assert result.exit_code == 0 and "not tried: temperature, the budget of 1e-06 s was spent" in result.stdout
     result = corelm_command("compare", *TWO, "--budget", "0")

@@ -252,6 +252,7 @@ def test_log_probs_that_mean_something_else_are_a_problem(distribution):
     with corelm.get_backend("toy") as toy, serving(toy) as server:
         *_, last = server_findings(server.url, scan(), {"api_key": server.api_key}, "lying")
     assert last.level == "problem" and "not of the same distribution" in last.text
+    assert last.text.startswith("log-probs of 16 tokens that it sampled at temperature 0.5")
 
 
 # ---------------------------------------------------------------- processes
@@ -293,6 +294,15 @@ def test_this_and_another_interpreter_are_looked_at_and_one_that_is_none_is_a_pr
     )
     assert {"Python", "core", "torch", "backend 'toy'"} <= {each["about"] for each in here}
     assert "can hold an engine" in there[0]["text"] and {"torch", "backend 'toy'"} <= {each["about"] for each in there}
+
+
+@pytest.mark.process
+def test_another_interpreter_needs_no_command_of_core(tmp_path, monkeypatch):
+    (tmp_path / "corelm_cli.py").write_text("raise ImportError('this environment has core and an engine alone')")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    monkeypatch.setenv("CORELM_BACKENDS", "toy")
+    first, *rest = diagnosis.findings_of(sys.executable)
+    assert "can hold an engine" in first.text and {"torch", "backend 'toy'"} <= {each.about for each in rest}
 
 
 def test_a_model_is_opened_and_timed_and_an_index_that_does_not_answer_is_no_problem(tiny_model, monkeypatch):

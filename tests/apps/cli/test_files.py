@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,11 +12,6 @@ import pytest
 from corelm_cli.lines import LineError
 from corelm_cli.output import AnswersFile, Errors
 from helpers.command_line import FAULTY, LINES, corelm_command, generate, rows, write_prompts, write_rows
-
-
-@pytest.fixture
-def files(tmp_path: Path) -> tuple[Path, Path]:
-    return write_prompts(tmp_path)
 
 
 @pytest.mark.parametrize("cut", ["in a line", "at a newline", "before a newline"])
@@ -69,8 +63,8 @@ def test_more_samples_keep_the_first_ones(files, tmp_path):
 BAD = {
     b"not json": "not valid JSON",
     b"[1]": "expected an object, got list",
-    b'{"id": "x"}': "either `prompt` or `messages`",
-    b'{"prompt": "a", "messages": []}': "either `prompt` or `messages`",
+    b'{"id": "x"}': "expected one of `prompt` and `messages`, got none of them",
+    b'{"prompt": "a", "messages": []}': "expected one of `prompt` and `messages`, got prompt and messages",
     b'{"prompt": 3}': "prompt: expected a string, got int",
     b'{"messages": []}': "messages: expected a list",
     b'{"messages": [{"content": "a"}]}': "role is missing",
@@ -403,8 +397,10 @@ def test_nothing_in_the_input_drives_the_terminal(files):
     key = "\x1b]0;owned\x07\x9b31m\rx\nline 99: all is well\u202e :boom: [bold]"
     write_rows(files[0], [{"prompt": "a", key: 1}, {"id": key, "prompt": 3}])
     result = generate(files)
+    # A line of the message that is not its first is indented.
     assert (
-        r"unknown keys: \x1b]0;owned\x07\x9b31m\rx\nline 99: all is well\u202e :boom: [bold]; a line" in result.stderr
+        "unknown keys: \\x1b]0;owned\\x07\\x9b31m\\rx\n  line 99: all is well\\u202e :boom: [bold]; a line"
+        in result.stderr
     )
     assert "".join(result.stderr.splitlines()).isprintable()
     assert not [line for line in result.stderr.splitlines() if line.startswith("line 99")]

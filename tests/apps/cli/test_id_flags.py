@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,18 +11,13 @@ import torch
 
 from corelm_cli.lines import FROM_ANSWERS
 from corelm_testing.toy import Bigram, ByteTokenizer
-from helpers.command_line import corelm_command, generate, rows, settings_of, write_prompts, write_rows
+from helpers.command_line import corelm_command, generate, rows, settings_of, write_rows
 
 TABLE = Bigram.of_talk().table.detach().double()
 CUT = ("--seed", 1, "--top-k", 3, "--temperature", 0.7, "--log-probs", "processed")
 ID_KEYS = ("kept_ids", "kept_log_mass", "top_ids", "top_log_probs", "tail_log_mass")
 ALL = ("--return-support", "--top-logprobs", 5, "--return-tokens")
 SCORE = ("score", "--backend", "toy")
-
-
-@pytest.fixture
-def files(tmp_path: Path) -> tuple[Path, Path]:
-    return write_prompts(tmp_path)
 
 
 def before(prompt: str, ids: list[int]) -> list[int]:

@@ -13,15 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from helpers.command_line import LINES, generate, rows, write_prompts, write_rows
+from helpers.command_line import LINES, generate, rows, write_rows
 from helpers.processes import PATIENCE, heed_interrupts, wait_until
 
 pytestmark = pytest.mark.process
-
-
-@pytest.fixture
-def files(tmp_path: Path) -> tuple[Path, Path]:
-    return write_prompts(tmp_path)
 
 
 def command(files: tuple[Path | str, Path], *more: object) -> list[str]:

@@ -122,6 +122,26 @@ def test_a_text_that_fits_is_scored_as_without_windows(text, tiny_model, tmp_pat
 
 
 @pytest.mark.parametrize(
+    ("text", "flags", "said"),
+    [
+        ("a", [], "give a longer one, or --window without --stride, which puts BOS (or EOS) before it"),
+        ("a", ["--window", 8, "--stride", 4], "give a longer one, or --window without --stride"),
+        ("", ["--window", 8], "text: it has no tokens to score"),
+        ("a", ["--window", 8], None),
+    ],
+)
+def test_a_text_of_one_token_is_scored_only_after_bos_and_its_error_says_how(tmp_path, text, flags, said):
+    path = tmp_path / "lines.jsonl"
+    path.write_text(json.dumps({"text": text}))
+    plain = ("--backend", "toy", "--tokenizer-kwargs", "add_special_tokens=false")
+    result = corelm_command("score", *plain, *flags, path)
+    if said is None:
+        assert result.exit_code == 0 and json.loads(result.stdout)["tokens"] == 1
+    else:
+        assert result.exit_code == 1 and said in result.stderr
+
+
+@pytest.mark.parametrize(
     ("flags", "said"),
     [
         (["--stride", "4"], "--stride: give --window as well"),

@@ -11,7 +11,7 @@ from tensordict import TensorDict
 import corelm
 from corelm import History, LLMPolicy
 from corelm_testing.toy import Bigram, ByteTokenizer
-from helpers.command_line import CHAT, corelm_command, generate, rows, settings_of, write_rows
+from helpers.command_line import CHAT, corelm_command, generate, rows, score, settings_of, write_rows
 
 #: A plugin that writes every prompt to a file, special tokens as 255, and whose tokenizer renders other templates.
 NOTING = """
@@ -55,10 +55,6 @@ def noting(tmp_path: Path, fabricate: Any, monkeypatch: pytest.MonkeyPatch) -> P
     fabricate("noting", "1", {"noting": f"{module}:Noting"}, {module: NOTING})
     monkeypatch.setenv("NOTED", str(tmp_path / "noted"))
     return tmp_path / "noted"
-
-
-def score(files: tuple[Path, Path], *more: object) -> Any:
-    return corelm_command("score", "--backend", "toy", "--input", files[0], "--output", files[1], *more)
 
 
 # ---------------------------------------------------------------- turns that are continued

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from helpers.command_line import CHAT, generate, rows, settings_of, write_rows
+from helpers.command_line import CHAT, corelm_command, generate, rows, settings_of, write_rows
 
 #: A plugin that answers with the last line of the question.
 ECHOING = """
@@ -58,6 +58,15 @@ def test_answers_to_conversations_are_written_as_messages(echoing, tmp_path):
     assert "message" not in other
     assert not_offered["message"] == {"role": "assistant", "content": CALL}
     assert settings_of(files[1])["settings"]["response_parser"] == "hermes"
+
+
+def test_answers_with_messages_can_be_scored(echoing, tmp_path):
+    files = tmp_path / "lines.jsonl", tmp_path / "answers.jsonl"
+    write_rows(files[0], [{"messages": asked("Just text.")}, {"messages": asked(CALL[:-20]), "tools": TOOLS}])
+    flags = ("--response-parser", "hermes", "--copy-input", "--max-new-tokens", 200)
+    assert generate(files, *flags, backend=echoing).exit_code == 0
+    result = corelm_command("score", "--backend", "toy", files[1])
+    assert result.exit_code == 0 and "2 lines scored" in result.stderr, result.stderr
 
 
 def test_a_parser_that_cannot_be_used_is_refused_before_any_line(echoing, tmp_path):

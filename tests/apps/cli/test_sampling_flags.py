@@ -14,7 +14,7 @@ from corelm import SamplingParams
 from corelm.spec.sampling import ALIASES, FIELDS
 from corelm_cli.settings import recorded_sampling
 from corelm_testing.usage import USAGE
-from helpers.command_line import corelm_command, generate, rows, settings_of, write_prompts
+from helpers.command_line import corelm_command, generate, rows, settings_of
 
 #: A plugin that takes every parameter, and writes those of its last call next to the answers.
 TAKING = """
@@ -53,11 +53,6 @@ def typed(name: str, value: Any) -> list[str]:
     if isinstance(value, dict):
         value = tuple(f"{key}={each}" for key, each in value.items())
     return [str(word) for each in (value if isinstance(value, tuple) else (value,)) for word in (f"--{flag}", each)]
-
-
-@pytest.fixture
-def files(tmp_path: Path) -> tuple[Path, Path]:
-    return write_prompts(tmp_path)
 
 
 @pytest.fixture

@@ -9,20 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import Result
 
 from corelm_testing.toy import Bigram, ByteTokenizer
-from helpers.command_line import CHAT, corelm_command, generate, rows, settings_of, write_prompts, write_rows
+from helpers.command_line import CHAT, generate, rows, score, settings_of, write_prompts, write_rows
 
 TABLE = Bigram.of_talk().table.detach().double().log_softmax(-1)
 ANSWER = {"role": "assistant", "content": "On the mat."}
-
-
-def score(
-    files: tuple[Path | str, Path | str], *more: object, backend: str = "toy", stdin: str | None = None
-) -> Result:
-    source, target = files
-    return corelm_command("score", "--backend", backend, "--input", source, "--output", target, *more, stdin=stdin)
 
 
 def after(ids: list[int], start: int, temperature: float = 1.0) -> list[float]:
@@ -157,7 +149,7 @@ def test_answers_of_generate_can_be_scored_and_agree(tmp_path):
             checked += 1
     assert checked
     before = scores.read_bytes()
-    assert "0 answers written, 10 already present" in score((files[1], scores)).stderr
+    assert "0 lines scored, 10 already present" in score((files[1], scores)).stderr
     assert scores.read_bytes() == before
 
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
-
-import pytest
 
 from corelm import SamplingParams
 from corelm_cli.settings import recorded_options, recorded_sampling
-from helpers.command_line import generate, settings_of, write_prompts
+from helpers.command_line import generate, settings_of
 
 KEY = "sk-hush"
 
@@ -28,11 +25,6 @@ SECRET: list[dict[str, Any]] = [
     {"deep": [{"deeper": [[KEY]]}]},
     {"proxy": f"http://me:{KEY}@host:8000/v1"},
 ]
-
-
-@pytest.fixture
-def files(tmp_path: Path) -> tuple[Path, Path]:
-    return write_prompts(tmp_path)
 
 
 def test_a_secret_is_not_saved():

@@ -5,15 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
 import corelm
-from helpers.command_line import generate, rows, settings_of, write_prompts
-
-
-@pytest.fixture
-def files(tmp_path: Path) -> tuple[Path, Path]:
-    return write_prompts(tmp_path)
+from helpers.command_line import corelm_command, generate, rows, settings_of
 
 
 def saved(files: tuple[Path, Path]) -> Path:
@@ -40,6 +33,39 @@ def test_settings_and_provenance_are_saved_once(files):
     assert (made["provenance"]["backend"], made["provenance"]["weight_version"]) == ("toy", "0")
     for row in rows(files[1]):
         assert row["settings"] == made["fingerprint"] and "provenance" not in row
+
+
+def test_how_the_engine_ran_is_saved(tmp_path, tiny_model):
+    """No flag names the dtype: it is the checkpoint's."""
+    source, target = tmp_path / "lines.jsonl", tmp_path / "answers.jsonl"
+    source.write_text('{"text": "The cat"}\n')
+    result = corelm_command("score", "--model", tiny_model, "--input", source, "--output", target, "--json")
+    assert result.exit_code == 0, result.stderr
+    engine = settings_of(target)["engine"]
+    assert (engine["model"], engine["attention"]) == ("float32 on cpu", "sdpa") and "transformers" in engine["software"]
+    assert json.loads(result.stdout)["engine"] == engine and "engine" not in rows(target)[0]
+    piped = corelm_command("score", "--model", tiny_model, "--input", source)
+    assert json.loads(piped.stdout)["engine"] == engine
+
+
+def test_an_answer_of_a_run_in_another_dtype_holds_its_own(files, fabricate, monkeypatch):
+    telling = """
+import os
+from corelm_testing.toy import ToyBackend
+
+class Telling(ToyBackend):
+    info = property(lambda self: {"model": os.environ["RUNS"]})
+"""
+    fabricate("telling", "1", {"telling": "telling:Telling"}, {"telling": telling})
+    monkeypatch.setenv("RUNS", "float32 on cpu")
+    generate(files, backend="telling")
+    whole = files[1].read_bytes()
+    files[1].write_bytes(whole[: whole.index(b"\n") + 1])
+    monkeypatch.setenv("RUNS", "bfloat16 on cuda:0")
+    assert generate(files, backend="telling").exit_code == 0
+    assert settings_of(files[1])["engine"]["model"] == "float32 on cpu"
+    told = [row.get("engine", {}).get("model") for row in rows(files[1])]
+    assert told == [None, *["bfloat16 on cuda:0"] * 4]
 
 
 def test_an_answer_with_another_provenance_holds_its_own(files, fabricate):

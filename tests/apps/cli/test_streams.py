@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from helpers.command_line import LINES, corelm_command, generate, rows, settings_of, write_prompts, write_rows
+from helpers.command_line import LINES, corelm_command, generate, rows, settings_of, write_rows
 from helpers.processes import PATIENCE, heed_interrupts, read_line
 
 #: A plugin that prints, as engines do: from Python, from C, and from a process that it starts.
@@ -29,11 +29,6 @@ class Loud(ToyBackend):
         subprocess.run([sys.executable, "-c", "print('INFO worker')"])
         return super().open()
 """
-
-
-@pytest.fixture
-def files(tmp_path: Path) -> tuple[Path, Path]:
-    return write_prompts(tmp_path)
 
 
 @pytest.fixture
@@ -61,7 +56,7 @@ def test_a_dash_writes_the_answers_to_the_standard_output(files):
     piped = generate(("-", "-"), "--seed", 5, "--log-probs", "raw", stdin=files[0].read_text())
     assert piped.exit_code == 0, piped.stderr
     made = settings_of(files[1])
-    expected = [{**row, "provenance": made["provenance"]} for row in rows(files[1])]
+    expected = [{**row, "provenance": made["provenance"], "engine": made["engine"]} for row in rows(files[1])]
     for row in expected:
         assert row.pop("settings") == made["fingerprint"]
     assert [json.loads(line) for line in piped.stdout.splitlines()] == expected

@@ -5,14 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
-from helpers.command_line import corelm_command, generate, write_prompts
-
-
-@pytest.fixture
-def files(tmp_path: Path) -> tuple[Path, Path]:
-    return write_prompts(tmp_path)
+from helpers.command_line import corelm_command, generate
 
 
 def test_the_figures_are_on_the_standard_error_and_in_the_json(files: tuple[Path, Path]) -> None:

@@ -35,6 +35,9 @@ def test_an_engine_tells_facts_about_itself():
     assert found == {"decoding": "cached"} and backend.info == {"decoding": "uncached"}
     with pytest.raises(TypeError):
         found["decoding"] = "other"
+    # Engines behind a URL call something else so.
+    engine.info = object()
+    assert backend.info == {}
     backend.close()
     with pytest.raises(BackendClosedError):
         _ = backend.info

@@ -45,6 +45,10 @@ def test_wrong_options_are_named(tiny_folder: Path, options: dict[str, Any], fie
     assert caught.value.field == field
 
 
+def test_the_engine_says_what_it_runs_in_and_on(shared: Backend) -> None:
+    assert shared.info == {"model": "float32 on cpu"}
+
+
 def test_opening_without_a_model_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match="base_url") as caught:
         corelm.get_backend("vllm")

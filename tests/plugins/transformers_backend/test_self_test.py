@@ -388,13 +388,15 @@ def test_decoding_without_a_cache_is_said_once_with_its_cause(
     model.forward = forward.__get__(model)
     backend = open_model(model)
     assert TransformersBackend.engine_warning() == ""
-    assert backend.info == {"model": "float32 on cpu", "decoding": "uncached: its forward takes no cache"}
+    facts = {"model": "float32 on cpu", "attention": "sdpa", "decoding": "uncached: its forward takes no cache"}
+    assert backend.info == facts
     for _ in range(2):
         backend.generate(PROMPTS, {"max_new_tokens": 2})
     told = [record for record in caplog.records if record.levelname == "WARNING"]
     assert len(told) == 1 and "its forward takes no cache" in told[0].getMessage()
     assert "4 times as long" in told[0].getMessage()
-    assert backend.info == {"model": "float32 on cpu", "decoding": "uncached: its forward takes no cache"}
+    facts = {"model": "float32 on cpu", "attention": "sdpa", "decoding": "uncached: its forward takes no cache"}
+    assert backend.info == facts
     # As in a release of transformers that renames it.
     monkeypatch.setattr(LlamaForCausalLM, "forward", forward)
     assert "without a cache" in TransformersBackend.engine_warning()

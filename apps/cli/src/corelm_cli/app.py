@@ -8,22 +8,20 @@ This module must not import torch, so that ``corelm backends`` and ``--help`` an
 from __future__ import annotations
 
 import math
-import sys
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from corelm._version import __version__
 from corelm.spec import SamplingParams
-from corelm_cli import flags, interrupt_ends_process, listing
+from corelm_cli import flags, interrupt_ends_process
 from corelm_cli.commands import Commands
 from corelm_cli.compare import SidesCommand, compare
 from corelm_cli.doctor import doctor
 from corelm_cli.engine import EngineChoice
 from corelm_cli.exits import SOME_FAILED, typed_exits
-from corelm_cli.running import run
+from corelm_cli.listing import backends
 from corelm_cli.serving import serve
 from corelm_cli.streams import Messages, standard_output
 from corelm_cli.wording import as_flag
@@ -39,20 +37,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-app.command(cls=SidesCommand)(compare)
-app.command(cls=flags.GroupedCommand)(doctor)
-# Flags that this command does not have are options of the engine.
-app.command(cls=flags.GroupedCommand, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
-    serve
-)
-
-
-class LogProbsOption(StrEnum):
-    """The log-probabilities to write."""
-
-    none = "none"
-    raw = "raw"
-    processed = "processed"
+app.command()(backends)
 
 
 def _version(wanted: bool) -> None:
@@ -70,16 +55,6 @@ def root(
     pass
 
 
-@app.command()
-def backends(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
-) -> None:
-    """List the installed backends without importing them."""
-    with typed_exits():
-        listing.show(as_json)
-        sys.stdout.flush()
-
-
 @app.command(cls=flags.GroupedCommand)
 @flags.sampling_flags()
 def generate(
@@ -95,12 +70,12 @@ def generate(
     adapter: flags.Adapter = None,
     batch_size: flags.BatchSize = 16,
     log_probs: Annotated[
-        LogProbsOption,
+        Literal["none", "raw", "processed"],
         flags.of_files(
             help="Write the log-probability of every token: the model's own (raw), or the one it was sampled with "
             "(processed)."
         ),
-    ] = LogProbsOption.none,
+    ] = "none",
     return_support: flags.ReturnSupport = False,
     top_logprobs: flags.TopLogprobs = 0,
     overwrite: flags.Overwrite = False,
@@ -112,7 +87,7 @@ def generate(
     chat_template: flags.ChatTemplate = None,
     template_kwargs: flags.TemplateKwargs = None,
     tokenizer_kwargs: flags.TokenizerKwargs = None,
-    truncation: flags.Truncation = flags.Truncate.error,
+    truncation: flags.Truncation = "error",
     continue_final_message: flags.ContinueFinalMessage = False,
     response_parser: flags.ResponseParser = None,
 ) -> None:
@@ -124,15 +99,16 @@ def generate(
 
     With --seed, an answer depends only on the seed, its prompt's line number and its sample number.
 
-    For the output answers.jsonl, the settings and the provenance of the log-probabilities are saved once, in
-    answers.settings.json. A run adds to the answers of a file only if it has their settings and their prompts.
+    For the output answers.jsonl, the settings, how the engine ran (its dtype, for example) and the provenance of the
+    log-probabilities are saved once, in answers.settings.json. A run adds to the answers of a file only if it has their
+    settings and their prompts.
 
     Exit code 1: some lines failed; for the output answers.jsonl, they are listed in answers.errors.jsonl. 2: the
     command was refused, or a file could not be read or written. 3: the engine failed. 130: interrupted.
     """
     given = {"return_support": return_support, "top_logprobs": top_logprobs}
     other_ids = {name: value for name, value in given.items() if value}
-    if other_ids and log_probs is LogProbsOption.none:
+    if other_ids and log_probs == "none":
         raise typer.BadParameter(
             "no log-probs are written, which say of which distribution it is; give --log-probs raw or processed as "
             "well",
@@ -157,13 +133,13 @@ def generate(
             chat_template,
             template_kwargs,
             tokenizer_kwargs,
-            truncation=truncation.value,
+            truncation=truncation,
             continue_final_message=continue_final_message,
             adapter=engine.adapter,
             response_parser=response_parser,
         )
     written: dict[str, Any] = {
-        **{"log_probs": log_probs.value, "return_tokens": return_tokens, "copy_input": copy_input},
+        **{"log_probs": log_probs, "return_tokens": return_tokens, "copy_input": copy_input},
         **other_ids,
     }
     job: Job[Prompt] = Job(
@@ -184,8 +160,9 @@ def generate(
         overwrite=overwrite,
         quiet=quiet,
         timed=timing,
+        as_json=as_json,
     )
-    run(job, as_json)
+    job.run()
 
 
 @app.command(cls=flags.GroupedCommand)
@@ -245,7 +222,7 @@ def score(
     chat_template: flags.ChatTemplate = None,
     template_kwargs: flags.TemplateKwargs = None,
     tokenizer_kwargs: flags.TokenizerKwargs = None,
-    completion_boundary: flags.CompletionBoundary = flags.Boundary.joint,
+    completion_boundary: flags.CompletionBoundary = "joint",
 ) -> None:
     """Score every line of a JSONL file. If interrupted, run it again to continue.
 
@@ -286,7 +263,7 @@ def score(
             template_kwargs,
             tokenizer_kwargs,
             generate=False,
-            completion_boundary=completion_boundary.value,
+            completion_boundary=completion_boundary,
             adapter=engine.adapter,
         )
     written: dict[str, Any] = {
@@ -312,8 +289,9 @@ def score(
         overwrite=overwrite,
         quiet=quiet,
         timed=timing,
+        as_json=as_json,
     )
-    run(job, as_json)
+    job.run()
 
 
 @app.command(cls=flags.GroupedCommand)
@@ -334,7 +312,7 @@ def chat(
     ] = None,
     chat_template: flags.ChatTemplate = None,
     template_kwargs: flags.TemplateKwargs = None,
-    truncation: flags.Truncation = flags.Truncate.error,
+    truncation: flags.Truncation = "error",
 ) -> None:
     """Chat with a model on the terminal. Each line is a question; the conversation is kept.
 
@@ -360,7 +338,7 @@ def chat(
     with typed_exits(), standard_output() as stdout:
         try:
             options = flags.policy_options(
-                chat_template, template_kwargs, truncation=truncation.value, adapter=engine.adapter
+                chat_template, template_kwargs, truncation=truncation, adapter=engine.adapter
             )
             with engine.open() as opened:
                 policy = LLMPolicy(opened, options, sampling_params=params, return_log_probs=False, return_masks=False)
@@ -369,6 +347,13 @@ def chat(
             print(file=Messages())  # after the ^C that the terminal shows
             raise
     raise typer.Exit(0 if complete else SOME_FAILED)
+
+
+# Flags that `serve` does not have are options of the engine.
+_OTHERS = {"allow_extra_args": True, "ignore_unknown_options": True}
+app.command(cls=flags.GroupedCommand, context_settings=_OTHERS)(serve)
+app.command(cls=SidesCommand)(compare)
+app.command(cls=flags.GroupedCommand)(doctor)
 
 
 # What the commands share ----------------------------------------------------------------------------------------------

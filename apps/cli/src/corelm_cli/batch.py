@@ -39,10 +39,7 @@ class Worker(ABC, Generic[L]):
 
     @abstractmethod
     def ask_harmless(self, *, chat: bool) -> bool:
-        """Ask about a short text, and with `chat` also about a short conversation.
-
-        Return whether any of it reached the engine: a line that cannot be rendered or does not fit shows nothing.
-        """
+        """Ask about a short text, and with `chat` about a short conversation, and return whether one was served."""
 
     def serve(self, lines: list[L]) -> Iterator[Outcome]:
         """Yield the outcome of the lines, in one piece, or in several if a call fails.
@@ -85,11 +82,10 @@ class Worker(ABC, Generic[L]):
     def _check_engine(self, lines: list[L], error: Exception) -> None:
         """Raise `error` unless the engine can be asked about harmless lines, so that these lines caused the error."""
         try:
-            # Rows that fail in a call that returns do not matter here: the engine did serve it.
-            reached = self.ask_harmless(chat=any("messages" in line.asked for line in lines))
+            served = self.ask_harmless(chat=any("messages" in line.asked for line in lines))
         except Exception:
-            reached = False
-        if not reached:
+            served = False
+        if not served:
             raise error from error.__cause__
 
 

@@ -1,6 +1,6 @@
 """What `corelm doctor` looks at: `Finding`, what was found, and functions that find it.
 
-This module must not import typer, so that other interpreters need core alone.
+This module must import nothing but core and what core requires: it is loaded in other interpreters as well.
 """
 
 from __future__ import annotations
@@ -102,7 +102,11 @@ _OLDEST, _NEWEST = (3, 11), (3, 13)
 
 def installation(found: Scan) -> Iterator[Finding]:
     """Check Python, core, and the distributions that core and its plugins require, and yield the findings."""
-    yield _python()
+    text = f"{platform.python_version()}, {sys.executable}"
+    if _OLDEST <= sys.version_info[:2] <= _NEWEST:
+        yield Finding("Python", "ok", text)
+    else:
+        yield Finding("Python", "warning", f"{text}; core is tested with 3.11 to 3.13")
     yield from _core()
     yield from _requirements(found)
     yield from _allowed(found)
@@ -110,19 +114,13 @@ def installation(found: Scan) -> Iterator[Finding]:
         yield Finding("metadata", "problem", f"that of {line} cannot be read", "reinstall it, or remove the folder")
 
 
-def _python() -> Finding:
-    text = f"{platform.python_version()}, {sys.executable}"
-    if not _OLDEST <= sys.version_info[:2] <= _NEWEST:
-        return Finding("Python", "warning", f"{text}; core is tested with 3.11 to 3.13")
-    return Finding("Python", "ok", text)
-
-
 def _core() -> Iterator[Finding]:
     """Look for a foreign distribution of the same name, outdated metadata, and a second copy."""
     home = Path(corelm.__file__).resolve().parent
-    ours, foreign = _ours(), [each for each in metadata.distributions(name=DISTRIBUTION) if not _is_ours(each)]
-    install = how_to_install(DISTRIBUTION, python=sys.executable)
-    for distribution in foreign:
+    ours, install = _ours(), how_to_install(DISTRIBUTION, python=sys.executable)
+    for distribution in metadata.distributions(name=DISTRIBUTION):
+        if _is_ours(distribution):
+            continue
         summary = distribution.metadata["Summary"] or "no summary"
         yield Finding(
             "core",
@@ -137,8 +135,8 @@ def _core() -> Iterator[Finding]:
         yield Finding("core", "warning", text, install)
     else:
         yield Finding("core", "ok", f"{__version__}, {home}")
-    copies = {str(path) for entry in sys.path if (path := _package_in(entry)) is not None and path != home}
-    for copy in sorted(copies):
+    found = [Path(entry or ".") / "corelm" / "__init__.py" for entry in sys.path]
+    for copy in sorted({str(each.resolve().parent) for each in found if each.is_file()} - {str(home)}):
         yield Finding("core", "warning", f"there is a second copy, {copy}, which is not used", "uninstall one of them")
 
 
@@ -149,11 +147,6 @@ def _ours() -> metadata.Distribution | None:
 def _is_ours(distribution: metadata.Distribution) -> bool:
     # Its extras name our plugins.
     return any("core-transformers-backend" in line for line in distribution.requires or ())
-
-
-def _package_in(entry: str) -> Path | None:
-    file = Path(entry or ".") / "corelm" / "__init__.py"
-    return file.resolve().parent if file.is_file() else None
 
 
 def _requirements(found: Scan) -> Iterator[Finding]:
@@ -264,42 +257,30 @@ def torch_findings(facts: Mapping[str, Any], driver: Sequence[str]) -> Iterator[
     Args:
         facts: see `_TORCH`.
     """
-    version, gpus = facts["version"], facts["gpus"]
+    version, gpus, listed = facts["version"], facts["gpus"], "; ".join(driver)
     if not (facts["cuda"] or facts["hip"]):
         text = f"{version}, a build for {'CPUs and Apple GPUs' if facts['mps'] else 'CPUs'}"
-        if driver:
-            yield Finding(
-                "torch",
-                "problem",
-                f"{text}, but this machine has {'; '.join(driver)}",
-                "install a build of torch for CUDA: pytorch.org shows the command",
-            )
+        if listed:
+            remedy = "install a build of torch for CUDA: pytorch.org shows the command"
+            yield Finding("torch", "problem", f"{text}, but this machine has {listed}", remedy)
         else:
             yield Finding("torch", "ok", text)
         return
     build = f"{version}, a build for {'CUDA ' + facts['cuda'] if facts['cuda'] else 'ROCm ' + facts['hip']}"
     if facts["error"] and (driver or gpus):
-        yield Finding(
-            "torch",
-            "problem",
-            f"{build}, cannot use {'; '.join(driver) or gpus[0]['name']}: {facts['error']}",
-            "install a driver that knows this CUDA, or a build of torch for an older CUDA",
-        )
+        remedy = "install a driver that knows this CUDA, or a build of torch for an older CUDA"
+        text = f"{build}, cannot use {listed or gpus[0]['name']}: {facts['error']}"
+        yield Finding("torch", "problem", text, remedy)
     elif not gpus:
         yield Finding("torch", "ok", f"{build}; this machine shows no GPU, so it computes on the CPU")
     else:
         yield Finding("torch", "ok", f"{build}, with {', '.join(gpu['name'] for gpu in gpus)}")
     for gpu in gpus if facts["cuda"] else ():
         major, minor = gpu["capability"]
-        runs = any(_runs_on(kernel, major, minor) for kernel in facts["kernels"])
-        if not runs:
-            yield Finding(
-                "torch",
-                "problem",
-                f"{gpu['name']} has compute capability {major}.{minor}, and this build has kernels for "
-                f"{', '.join(facts['kernels'])}",
-                "install a build of torch that lists it",
-            )
+        if not any(_runs_on(kernel, major, minor) for kernel in facts["kernels"]):
+            has = f"{gpu['name']} has compute capability {major}.{minor}"
+            text = f"{has}, and this build has kernels for {', '.join(facts['kernels'])}"
+            yield Finding("torch", "problem", text, "install a build of torch that lists it")
 
 
 def _runs_on(kernel: str, major: int, minor: int) -> bool:
@@ -308,13 +289,8 @@ def _runs_on(kernel: str, major: int, minor: int) -> bool:
     One in machine code runs on later minor versions of its generation; one in PTX (``compute_90``) on all later ones.
     """
     kind, _, number = kernel.partition("_")
-    built = _pair(number)
+    built = divmod(int("".join(filter(str.isdigit, number)) or 0), 10)
     return built <= (major, minor) and (kind == "compute" or built[0] == major)
-
-
-def _pair(number: str) -> tuple[int, int]:
-    digits = "".join(filter(str.isdigit, number))
-    return int(digits[:-1] or 0), int(digits[-1:] or 0)
 
 
 def _limits() -> Iterator[Finding]:
@@ -372,35 +348,23 @@ def _refusals(names: Sequence[str]) -> dict[str, str]:
     return {name: why for each in names for name, why in _refusals([each]).items()}
 
 
-def _newer(info: BackendInfo) -> str:
-    return f"install a newer {info.distribution} from where you have it"
-
-
 def _backend(info: BackendInfo, refused: str) -> Finding:
-    about = f"backend {info.name!r}"
-    if info.problem is not None:
-        return Finding(about, "problem", f"{info.label}: {info.problem}", _newer(info))
-    if refused:
-        return Finding(about, "problem", refused, _newer(info))
-    module = info.engine_module
+    about, module = f"backend {info.name!r}", info.engine_module
+    if refused := f"{info.label}: {info.problem}" if info.problem is not None else refused:
+        return Finding(about, "problem", refused, f"install a newer {info.distribution} from where you have it")
     if module is None:
         return Finding(about, "ok", f"{info.label}; the plugin names no engine")
     if not info.engine_available:
         # A plugin without its engine can use servers, and engines in other environments.
-        line = install_line(info.name)
-        return Finding(
-            about, "ok", f"{info.label}; {module} is not installed here" + (f": {line}, if you need it" if line else "")
-        )
+        line = f": {install}, if you need it" if (install := install_line(info.name)) else ""
+        return Finding(about, "ok", f"{info.label}; {module} is not installed here{line}")
     try:
         warning = probe(_ENGINE.format(module, info.name))
     except ProbeError as error:
-        fits = "; ".join(_misfits(module))
-        return Finding(
-            about,
-            "problem",
-            f"{info.software()}: importing {module} failed: {error}" + (f" ({fits})" if fits else ""),
-            "install the versions that the engine asks for, best in an environment that has no other engine",
-        )
+        fits = f" ({fits})" if (fits := "; ".join(_misfits(module))) else ""
+        text = f"{info.software()}: importing {module} failed: {error}{fits}"
+        remedy = "install the versions that the engine asks for, best in an environment that has no other engine"
+        return Finding(about, "problem", text, remedy)
     if warning:
         remedy = f"install a release of {module} that {info.distribution} was tested with"
         return Finding(about, "warning", f"{info.software()}: {warning}", remedy)
@@ -417,7 +381,14 @@ def _misfits(module: str) -> Iterator[str]:
 
 # Interpreters ---------------------------------------------------------------------------------------------------------
 
-_REMOTE = "from corelm_cli.diagnosis import as_dicts; found = as_dicts()"
+#: Loads this file there, by its path: an environment of an engine has core, and need not have this distribution.
+_REMOTE = f"""
+import importlib.util
+spec = importlib.util.spec_from_file_location("corelm_diagnosis", {__file__!r})
+sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+found = module.as_dicts()
+"""
 #: Seconds in which another interpreter has imported its engines, one after another.
 _INTERPRETER_TIMEOUT = 900.0
 
@@ -463,7 +434,7 @@ _PAGE_TIMEOUT = 10.0
 #: Engines by what servers say in their list of models; `openai` takes every other one.
 _OWNERS = {"vllm": "vllm", "sglang": "sglang"}
 #: A temperature at which raw and processed log-probs are far apart, and how many tokens are sampled at it.
-_TEMPERATURE, _TOKENS = 0.5, 16
+_TEMPERATURE, _SAMPLED = 0.5, 16
 #: Nats by which a token's log-prob may differ when it is sampled and when it is scored: bfloat16 makes that much.
 _TOLERANCE = 0.25
 
@@ -505,19 +476,16 @@ def server_findings(
             yield Finding(about, "warning", f"it does not list {model!r}", "give --model one of its models")
         backend = backend or _OWNERS.get(owner, "openai")
     if backend not in found.names:
-        line = install_line(backend)
-        yield Finding(
-            about, "problem", f"the backend {backend!r} is not installed", line or "corelm backends lists those"
-        )
+        remedy = install_line(backend) or "corelm backends lists those"
+        yield Finding(about, "problem", f"the backend {backend!r} is not installed", remedy)
         return
     from corelm import get_backend
 
     try:
         opened = get_backend(backend, model, base_url=url, **options)
     except CoreLMError as error:
-        yield Finding(
-            about, "problem", f"the backend {backend!r} refuses it: {error}", "give what the message asks for"
-        )
+        text = f"the backend {backend!r} refuses it: {error}"
+        yield Finding(about, "problem", text, "give what the message asks for")
         return
     with closing(opened):
         yield from _meaning(about, opened)
@@ -555,24 +523,21 @@ def _meaning(about: str, backend: Backend) -> Iterator[Finding]:
     except CoreLMError as error:
         yield Finding(about, "problem", f"a short prompt failed: {error}")
         return
-    if not apart <= _TOLERANCE:
-        yield Finding(
-            about,
-            "problem",
-            f"log-probs of {_TOKENS} tokens that it sampled at temperature {_TEMPERATURE} and then scored differ by "
-            f"{apart:.2g} nats: the two are not of the same distribution",
-            "corelm compare finds out why",
-        )
+    if apart <= _TOLERANCE:
+        text = f"what it samples and what it scores have the same log-probs, within {apart:.1g} nats"
+        yield Finding(about, "ok", text)
     else:
-        yield Finding(
-            about, "ok", f"what it samples and what it scores have the same log-probs, within {apart:.1g} nats"
+        text = (
+            f"log-probs of {_SAMPLED} tokens that it sampled at temperature {_TEMPERATURE} and then scored differ by "
         )
+        text += f"{apart:.2g} nats: the two are not of the same distribution"
+        yield Finding(about, "problem", text, "corelm compare finds out why")
 
 
 def _difference(backend: Backend) -> float:
     """Return the largest difference, in nats, of the log-probs of sampled tokens and of the same tokens scored."""
     prompts = backend.tokenize(["The quick brown fox"]).ids
-    sampling = {"max_new_tokens": _TOKENS, "temperature": _TEMPERATURE, "seed": 7}
+    sampling = {"max_new_tokens": _SAMPLED, "temperature": _TEMPERATURE, "seed": 7}
     answer = backend.generate(prompts, sampling, logprobs="raw")
     scores = backend.score_logprobs(prompts.join(answer.ids), score_from=prompts.lengths)
     again = scores.logprobs.slice(prompts.lengths, scores.logprobs.lengths).values
@@ -605,10 +570,8 @@ def model_findings(choice: EngineChoice, found: Scan) -> Iterator[Finding]:
             yield Finding(about, "problem", f"a short batch failed: {error}")
             return
         how = dict(opened.info)
-    text = (
-        f"{speeds[0]:,.0f} tokens/s in the first batch, {speeds[1]:,.0f} in the second ({_PROMPTS} × {_TOKENS} tokens)"
-    )
-    yield Finding(about, "ok", f"it answers: {text}")
+    text = f"{speeds[0]:,.0f} tokens/s in the first batch, {speeds[1]:,.0f} in the second"
+    yield Finding(about, "ok", f"it answers: {text} ({_PROMPTS} × {_TOKENS} tokens)")
     for part, way in how.items():
         yield Finding(about, *_judged(part, way))
     module = next((each.engine_module for each in found.backends if each.name == choice.backend), None)
@@ -658,11 +621,10 @@ def _newest(module: str | None) -> Iterator[Finding]:
             continue
         command = [sys.executable, "-m", "pip", "index", "versions", name, "--disable-pip-version-check"]
         try:
-            done = subprocess.run(
+            told = subprocess.run(
                 command, capture_output=True, timeout=_INDEX_TIMEOUT, stdin=subprocess.DEVNULL, check=True
             )
-            latest = re.match(rb"\S+ \((\S+)\)", done.stdout)
-            if latest is None:
+            if (latest := re.match(rb"\S+ \((\S+)\)", told.stdout)) is None:
                 raise OSError("no version in its answer")
         except (OSError, subprocess.SubprocessError) as error:
             yield Finding(name, "ok", f"{installed}; pip could not ask for the newest version: {brief(str(error))}")

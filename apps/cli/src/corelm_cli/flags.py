@@ -14,11 +14,10 @@ import shlex
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from enum import StrEnum
 from itertools import islice
 from pathlib import Path
 from types import NoneType
-from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 from typer.core import TyperCommand
@@ -302,20 +301,6 @@ ResponseParser = Annotated[
 ]
 
 
-class Truncate(StrEnum):
-    """What happens to a prompt that does not fit the context."""
-
-    error = "error"
-    left = "left"
-
-
-class Boundary(StrEnum):
-    """How prompt and completion become tokens."""
-
-    joint = "joint"
-    separate = "separate"
-
-
 ChatTemplate = Annotated[
     str | None,
     of_prompts(
@@ -339,7 +324,7 @@ TokenizerKwargs = Annotated[
     ),
 ]
 Truncation = Annotated[
-    Truncate,
+    Literal["error", "left"],
     of_prompts(
         help="What happens to a prompt that does not fit the context: an error, or its first tokens are dropped (left)."
     ),
@@ -353,7 +338,7 @@ ContinueFinalMessage = Annotated[
     ),
 ]
 CompletionBoundary = Annotated[
-    Boundary,
+    Literal["joint", "separate"],
     of_prompts(
         help="Tokenize `prompt` and completion as one text, as lm-eval does (joint), or each by itself, as TRL does "
         "(separate)."

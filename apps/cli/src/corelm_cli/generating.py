@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from corelm import NamedParser, Ragged, parser_named
-from corelm.application import answer_seeds, answer_texts, last_tokens, room_for_prompts, row_problems, whole_texts
+from corelm.application import answer_seeds, answer_texts, last_tokens, room_for_prompts, whole_texts
 from corelm.errors import ResponseFormatError
 from corelm.spec import GenerateResult, Message, SamplingParams
 from corelm_cli.batch import Outcome, Worker, id_fields, provenance_of_row, rendered_rows
@@ -54,10 +54,7 @@ class Generator(Worker[Prompt]):
         # Not 0: an engine, or core, may refuse every minimum with what else was asked for.
         least = min(1, self.sampling.min_new_tokens)
         short = SamplingParams.make(self.sampling, max_new_tokens=1, min_new_tokens=least, num_samples=None)
-        lines = [HARMLESS_TEXT] + [HARMLESS_CHAT] * chat
-        _, ids, _ = self._tokenize(lines)
-        self._ask(lines, short)
-        return len(ids) > len(row_problems(Ragged.from_list(ids), self.engine.capabilities, short))
+        return bool(self._ask([HARMLESS_TEXT] + [HARMLESS_CHAT] * chat, short)[0])
 
     def _ask(self, prompts: list[Prompt], sampling: SamplingParams) -> Outcome:
         prompts, ids, errors = self._tokenize(prompts)

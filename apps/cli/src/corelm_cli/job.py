@@ -1,31 +1,125 @@
-"""`Job`: read lines, let a worker serve them in batches, write what it returns. Every command for files is one."""
+"""`Job`: read lines, let a worker serve them in batches, write what it returns, say what was done, and exit.
+
+Every command for files is one.
+"""
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, Generic
+from typing import Any, Generic, NoReturn
 
-from rich.console import Console
+import typer
 
 from corelm import Backend
-from corelm.errors import BackendTimeoutError, EngineError, printable
+from corelm.errors import BackendTimeoutError, CoreLMError, EngineError
 from corelm_cli.batch import Worker
 from corelm_cli.engine import EngineChoice
+from corelm_cli.exits import ENGINE_FAILED, INTERRUPTED, SOME_FAILED, exit_code, typed_exits
 from corelm_cli.lines import Id, L, LineError, ReadLine, count_lines, read_lines
-from corelm_cli.output import Answers, AnswersFile, Errors, check_paths, errors_path
+from corelm_cli.output import Answers, AnswersFile, Errors, check_paths, count_rows, errors_path
 from corelm_cli.progress import Bar
-from corelm_cli.streams import Stream, opened_input
-from corelm_cli.summary import Summary
+from corelm_cli.settings import recorded_engine
+from corelm_cli.streams import Messages, Stream, opened_input, standard_output, tell
 from corelm_cli.wording import as_flags
 from corelm_interop.timing import Timing
 
 #: How many characters of the error of a line are shown. The errors file has all of them.
 SHOWN = 1000
+
+
+@dataclass(kw_only=True)
+class Summary:
+    """What a run did so far.
+
+    Attributes:
+        output: the file that is written; None for the standard output.
+        errors: the file that lists the lines that failed, if there is one.
+        settings: the settings of the answers.
+        engine: what makes the answers, see `recorded_engine`; empty until it is open.
+        status: `refused` until the engine is open; then `running`; in the end `finished`, `interrupted` or `failed`.
+        finish_reasons: number of written answers by finish reason.
+        tokens: number of sampled or scored tokens in the written answers.
+        seconds: time spent on the lines: without opening the engine, and without waiting for input.
+        timing: has measured the calls of the engine; None if that was not asked for.
+    """
+
+    command: str
+    output: Path | None = None
+    errors: Path | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    engine: Mapping[str, str] = field(default_factory=dict)
+    status: str = "refused"
+    error: str | None = None
+    written: int = 0
+    present: int = 0
+    failed: int = 0
+    finish_reasons: Counter[str] = field(default_factory=Counter)
+    tokens: int = 0
+    seconds: float = 0.0
+    timing: Timing | None = None
+
+    def add(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Count the rows that were written."""
+        for row in rows:
+            self.written += 1
+            self.tokens += row["tokens"] if isinstance(row["tokens"], int) else sum(row["tokens"])
+            if "finish_reason" in row:
+                self.finish_reasons[row["finish_reason"]] += 1
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        return self.tokens / self.seconds if self.seconds else None
+
+    def lines(self) -> list[str]:
+        """Return the summary as a person reads it."""
+        scores = self.command == "score"
+        done = f"{counted(self.written, 'line')} scored" if scores else f"{counted(self.written, 'answer')} written"
+        said = f"{done}, {self.present} already present"
+        if self.failed:
+            where = "the messages above" if self.errors is None else self.errors
+            said += f", {counted(self.failed, 'line')} failed (see {where})"
+        told = [said]
+        if self.finish_reasons:
+            reasons = ", ".join(f"{reason} {count}" for reason, count in self.finish_reasons.most_common())
+            told.append(f"finish reasons: {reasons}")
+        if self.tokens_per_second is not None and self.tokens:
+            tokens = f"{counted(self.tokens, 'token')} {'scored' if scores else 'sampled'}"
+            told.append(f"{tokens} in {self.seconds:.1f} s, {self.tokens_per_second:,.0f} tokens/s")
+        if self.timing is not None:
+            told += repr(self.timing.summary()).splitlines()
+        return told
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the summary in JSON types."""
+        return {
+            "command": self.command,
+            "status": self.status,
+            "error": self.error,
+            "written": self.written,
+            "present": self.present,
+            "failed": self.failed,
+            "finish_reasons": dict(self.finish_reasons),
+            "tokens": self.tokens,
+            "seconds": round(self.seconds, 3),
+            "tokens_per_second": None if self.tokens_per_second is None else round(self.tokens_per_second, 1),
+            "output": None if self.output is None else str(self.output),
+            "errors_file": None if self.errors is None or not self.failed else str(self.errors),
+            "settings": self.settings,
+            "engine": self.engine,
+            **({} if self.timing is None else {"timing": self.timing.summary().to_dict()}),
+        }
+
+
+def counted(number: int, name: str) -> str:
+    """Return a number with the name of what it counts: "1 line", "1,200 lines"."""
+    return f"{number:,} {name}{'' if number == 1 else 's'}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +133,7 @@ class Job(Generic[L]):
         samples: number of answers to a line.
         batch_size: number of lines to serve at a time.
         whole: whether `source` is one text, and not lines.
+        as_json: whether to print the summary as JSON.
     """
 
     source: Path | None
@@ -53,13 +148,56 @@ class Job(Generic[L]):
     overwrite: bool = False
     quiet: bool = False
     timed: bool = False
+    as_json: bool = False
 
-    def run(self, console: Console, summary: Summary, stdout: Stream | None) -> None:
-        """Run the job and count what it does in `summary`. If it raises, the answers so far were written.
+    def run(self) -> NoReturn:
+        """Run the job, say what it did, and exit."""
+        errors = None if self.target is None else errors_path(self.target)
+        command = self.settings["command"]
+        summary = Summary(command=command, output=self.target, errors=errors, settings=self.settings)
+        with typed_exits(), ExitStack() as stack:
+            # What engines print must not get among the answers, or into the JSON.
+            stdout = stack.enter_context(standard_output()) if self.target is None or self.as_json else None
+            code = self._to_its_end(summary, stdout)
+            begun = summary.seconds and summary.status == "interrupted"
+            if not self.quiet and (summary.written or summary.failed or begun or summary.status == "finished"):
+                for line in summary.lines():
+                    tell(line)
+            exists = self.target is not None and summary.written + summary.present > 0
+            if exists and summary.status in ("failed", "interrupted"):
+                again = "Run the same command again" + (" with the same input" if self.source is None else "")
+                tell(f"{again} to continue with the remaining lines.")
+            if self.as_json:
+                told = json.dumps(summary.to_dict(), ensure_ascii=False) + "\n"
+                if self.target is None or stdout is None:
+                    print(told, end="", file=Messages(), flush=True)
+                else:
+                    stdout.write(told.encode(errors="backslashreplace"))
+        raise typer.Exit(code)
 
-        Args:
-            stdout: where the answers go if there is no `target`.
-        """
+    def _to_its_end(self, summary: Summary, stdout: Stream | None) -> int:
+        """Serve all lines and return the exit code. How it ended is in the summary, and an error was printed."""
+        try:
+            self._serve(summary, stdout)
+        except KeyboardInterrupt:
+            if self.target is not None and summary.status == "running":
+                # The interrupt may have come after answers were written and before they were counted.
+                summary.written = count_rows(self.target) - summary.present
+            summary.status = "interrupted"
+            tell("interrupted")
+            return INTERRUPTED
+        except (CoreLMError, OSError) as error:
+            code = exit_code(error)
+            if summary.status == "running" or code == ENGINE_FAILED:
+                summary.status = "failed"
+            summary.error = as_flags(str(error))
+            tell(f"error: {summary.error}")
+            return code
+        summary.status = "finished"
+        return SOME_FAILED if summary.failed else 0
+
+    def _serve(self, summary: Summary, stdout: Stream | None) -> None:
+        """Serve all lines and count what is done in `summary`. If this raises, the answers so far were written."""
         with ExitStack() as stack:
             # Open the files first, so that errors in them are reported before a model loads.
             source, known = stack.enter_context(opened_input(self.source, whole=self.whole))
@@ -79,12 +217,13 @@ class Job(Generic[L]):
             summary.timing = Timing() if self.timed else None
             engine = stack.enter_context(self.engine.open([summary.timing] if summary.timing else []))
             summary.status = "running"
-            answers.start()
+            summary.engine = recorded_engine(engine)
+            answers.start(summary.engine)
             if self.overwrite:
                 errors.finished()
-            run = _Run(self.worker(engine), answers, errors, self.samples, console, summary)
+            run = _Run(self.worker(engine), answers, errors, self.samples, summary)
             doing = "scoring" if summary.command == "score" else "answering"
-            bar = stack.enter_context(Bar(doing, quiet=self.quiet or self.target is None, console=console))
+            bar = stack.enter_context(Bar(doing, quiet=self.quiet or self.target is None))
             bar.show(total=total)
             for lines in run.batches(read_lines(source, self.read), self.batch_size):
                 run.serve(lines)
@@ -100,7 +239,6 @@ class _Run(Generic[L]):
     answers: Answers
     errors: Errors
     samples: int
-    console: Console
     summary: Summary
 
     def batches(self, lines: Iterator[L | LineError], size: int) -> Iterator[list[L | LineError]]:
@@ -145,7 +283,7 @@ class _Run(Generic[L]):
     def _report(self, failed: list[LineError]) -> None:
         for error in sorted(failed, key=lambda error: error.line):
             error = replace(error, error=as_flags(error.error))
-            _tell(self.console, f"line {error.line}: {_shortened(error.error)}")
+            tell(f"line {error.line}: {_shortened(error.error)}")
             self.errors.add(error)
         self.summary.failed = len(self.errors.failed)
 
@@ -156,15 +294,8 @@ class _Run(Generic[L]):
             self.errors.add(LineError(line.line, line.id, what, engine_failed=True))
         self.summary.failed = len(self.errors.failed)
         numbers = ", ".join(str(line.line) for line in suspects)
-        _tell(
-            self.console,
-            f"The engine failed while it was answering the following lines; the next run tries them last: {numbers}",
-        )
+        tell(f"The engine failed while it was answering the following lines; the next run tries them last: {numbers}")
 
 
 def _shortened(text: str) -> str:
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}… ({len(text)} characters)"
-
-
-def _tell(console: Console, line: str) -> None:
-    console.print(printable(line), markup=False, emoji=False, soft_wrap=True)

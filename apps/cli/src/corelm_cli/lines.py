@@ -122,7 +122,8 @@ def _parse(number: int, line: bytes, read: ReadLine[L]) -> L | LineError:
 ONE = ("completion", "response")
 #: Other keys that ``corelm generate --copy-input`` writes, so that its output can be scored and compared.
 FROM_ANSWERS = (
-    *("line", "prompt_hash", "sample", "finish_reason", "tokens", "token_ids", "log_probs", "provenance", "settings"),
+    *("line", "prompt_hash", "sample", "finish_reason", "tokens", "token_ids", "log_probs"),
+    *("message", "message_error", "engine", "provenance", "settings"),
     *("kept_ids", "kept_log_mass", "top_ids", "top_log_probs", "tail_log_mass"),
 )
 #: How many lines that are wrong a message names.
@@ -141,8 +142,7 @@ class Prompt(Line):
 def read_prompt(number: int, name: Id, row: dict[str, Any]) -> Prompt:
     """Read a line with `prompt`, or with `messages` and optionally `tools`."""
     always = _always(number, name, row, ("prompt", "messages", "tools"))
-    if ("prompt" in row) == ("messages" in row):
-        raise InvalidRequestError(f"expected either `prompt` or `messages`, got {', '.join(row) or 'neither'}")
+    _one_of(row, "prompt", "messages")
     return Prompt(text=_text(row, "prompt"), chat=_chat(row), tools=_tools(row), **always)
 
 

@@ -5,20 +5,30 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict
+from typing import Annotated
 
+import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from corelm.application import DISTRIBUTION, scan
+from corelm.application import DISTRIBUTION, Scan, scan
 from corelm.errors import how_to_install, printable
+from corelm_cli.exits import typed_exits
 
 _ENGINE = {True: "yes", False: "not installed", None: "unknown"}
 
 
-def show(as_json: bool) -> None:
-    """Print the backends to stdout, and distributions with unreadable metadata to stderr."""
-    found = scan()
+def backends(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """List the installed backends without importing them."""
+    with typed_exits():
+        _show(scan(), as_json)
+        sys.stdout.flush()
+
+
+def _show(found: Scan, as_json: bool) -> None:
     for line in found.unreadable:
         print(f"skipped, metadata cannot be read: {printable(line)}", file=sys.stderr)
     if as_json:

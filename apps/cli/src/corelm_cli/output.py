@@ -24,10 +24,11 @@ FAILED = (b'{"line": ', b', "id": ', b', "error": "')
 
 
 class Answers:
-    """Answers that go to a stream. Each holds the provenance of its log-probs, and none is read back."""
+    """Answers that go to a stream. Each says how the engine ran and what its log-probs are of; none is read back."""
 
     def __init__(self, stream: Stream | None) -> None:
         self._stream = stream
+        self._engine: Mapping[str, str] = {}
         #: The digest of what was asked, for each id and sample number.
         self._digests: dict[Id, dict[int, str]] = {}
 
@@ -80,15 +81,20 @@ class Answers:
             self._note(row)
         return new
 
-    def start(self) -> None:
-        """Drop old answers, if that was asked for: the engine is open, and new ones follow."""
+    def start(self, engine: Mapping[str, str]) -> None:
+        """Drop old answers, if that was asked for: the engine is open, and new ones follow.
+
+        Args:
+            engine: what makes the new ones.
+        """
+        self._engine = engine
 
     def _note(self, row: Mapping[str, Any]) -> None:
         self._digests.setdefault(row["id"], {})[row.get("sample", 0)] = row["prompt_hash"]
 
     def _append(self, rows: list[dict[str, Any]]) -> None:
         assert self._stream is not None
-        self._stream.write(b"".join(map(_line, rows)))
+        self._stream.write(b"".join(_line({**row, "engine": self._engine}) for row in rows))
 
 
 class AnswersFile(Answers):
@@ -114,8 +120,9 @@ class AnswersFile(Answers):
         with locked(path, keep_empty=path.exists()) as file:
             yield cls(file, SettingsFile(settings_path(path), settings), overwrite=overwrite)
 
-    def start(self) -> None:
+    def start(self, engine: Mapping[str, str]) -> None:
         """See `Answers`."""
+        super().start(engine)
         if self._overwrite:
             self._file.clear()
 
@@ -126,12 +133,11 @@ class AnswersFile(Answers):
         settings = self._settings
         if not len(self):
             # Before the first answer, so that no answer is ever without its settings.
-            settings.save(rows[0].get("provenance"))
-        kept = [
-            {name: value for name, value in row.items() if name != "provenance" or value != settings.provenance}
-            for row in rows
-        ]
-        self._file.append(_line({**row, "settings": settings.fingerprint}) for row in kept)
+            settings.save(self._engine, rows[0].get("provenance"))
+        assert settings.saved is not None
+        said = {name: settings.saved[name] for name in ("engine", "provenance")}
+        rows = [{**row, "engine": self._engine, "settings": settings.fingerprint} for row in rows]
+        self._file.append(_line({k: v for k, v in row.items() if k not in said or v != said[k]}) for row in rows)
 
     def _read(self) -> None:
         for number, line in enumerate(self._file.read(ANSWER), 1):

@@ -9,7 +9,7 @@ from itertools import compress
 from typing import Any
 
 from corelm import Ragged
-from corelm.application import encode_completions, row_problems
+from corelm.application import encode_completions
 from corelm.errors import InvalidRequestError
 from corelm.spec import Chat, Message
 from corelm_cli.batch import Outcome, Worker, id_fields, provenance_of_row, rendered_rows
@@ -50,7 +50,11 @@ _ENDED = (
     "add the turn that it replies to, or put the beginning of the turn and the completion into one"
 )
 _NO_TEXT = "--window: it splits a `text`, and this line has none; leave the flag out, or give the line as `text`"
-_TOO_SHORT = "text: it has fewer than two tokens, and only a token after another one has a log-prob; give a longer one"
+_EMPTY = "text: it has no tokens to score; leave it out, or give a longer one"
+_TOO_SHORT = (
+    "text: it has fewer than two tokens, and only a token after another one has a log-prob; give a longer one, or "
+    "--window without --stride, which puts BOS (or EOS) before it"
+)
 
 
 @dataclass(kw_only=True)
@@ -77,10 +81,7 @@ class Scorer(Worker[ToScore]):
             raise InvalidRequestError(f"--window: the context of the model is {most}; give --window {most} or less")
 
     def ask_harmless(self, *, chat: bool) -> bool:
-        lines = [HARMLESS_TEXT] + [HARMLESS_CHAT] * chat
-        ids = [each.ids for found in self._encode(lines) if not isinstance(found, str) for each in found]
-        self.ask(lines)
-        return len(ids) > len(row_problems(Ragged.from_list(ids), self.engine.capabilities))
+        return bool(self.ask([HARMLESS_TEXT] + [HARMLESS_CHAT] * chat)[0])
 
     def ask(self, lines: list[ToScore]) -> Outcome:
         encoded = self._encode(lines)
@@ -148,9 +149,11 @@ class Scorer(Worker[ToScore]):
         how = self.options.tokenizer_kwargs
         texts = {at: line.text for at, line in asked.items() if line.text is not None}
         for at, ids in zip(texts, self.engine.tokenize(list(texts.values()), **how).ids.tolist(), strict=True):
-            if self.window is not None and self.stride is None and ids[:1] != [first := self._prefix()]:
+            rolling = self.window is not None and self.stride is None
+            if rolling and ids[:1] != [first := self._prefix()]:
                 ids = [first, *ids]
-            found[at] = windows(ids, self.window or len(ids), self.stride) if len(ids) > 1 else _TOO_SHORT
+            too_short = _EMPTY if rolling else _TOO_SHORT
+            found[at] = windows(ids, self.window or len(ids), self.stride) if len(ids) > 1 else too_short
         continued = {at: line.prompt for at, line in asked.items() if line.prompt is not None}
         pairs = [(prompt, each) for at, prompt in continued.items() for each in lines[at].completions]
         encoded = encode_completions(

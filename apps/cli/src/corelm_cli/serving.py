@@ -9,10 +9,9 @@ import os
 import signal
 import sys
 from contextlib import closing
-from enum import StrEnum
 from functools import partial
 from importlib.util import find_spec
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -27,13 +26,6 @@ _of_server = partial(typer.Option, rich_help_panel="Server")
 KEY_VARIABLE = "CORELM_API_KEY"
 #: As a shell shows a program that SIGTERM has ended.
 _TERMINATED = 128 + signal.SIGTERM
-
-
-class RecordedLogProbs(StrEnum):
-    """The log-probabilities to return and to record."""
-
-    raw = "raw"
-    processed = "processed"
 
 
 def serve(
@@ -83,12 +75,12 @@ def serve(
         ),
     ] = None,
     log_probs: Annotated[
-        RecordedLogProbs,
+        Literal["raw", "processed"],
         _of_server(
             help="Log-probabilities to return and to record: the model's own (raw), or those a token was sampled with "
             "(processed)."
         ),
-    ] = RecordedLogProbs.raw,
+    ] = "raw",
     no_sessions: Annotated[bool, _of_server("--no-sessions", help="Record nothing of what clients say.")] = False,
     limit_sessions: Annotated[
         int, _of_server(min=1, metavar="<int>", help="Number of sessions to keep; those used longest ago are dropped.")
@@ -152,7 +144,7 @@ def serve(
             chat_template=flags.template(chat_template),
             template_kwargs=flags.key_values(template_kwargs or [], "--template-kwargs"),
             response_parser=response_parser,
-            log_probs=log_probs.value,
+            log_probs=log_probs,
             adapter=engine.adapter,
             sessions=not no_sessions,
             max_body=max_body,

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from corelm import PolicyOptions
+from corelm import Backend, PolicyOptions
 from corelm._version import __version__
 from corelm.spec import FIELDS, SamplingParams
 from corelm_cli.line_file import INSTEAD, OutputError
@@ -64,6 +64,11 @@ def recorded_policy(options: PolicyOptions) -> dict[str, Any]:
     return settings
 
 
+def recorded_engine(backend: Backend) -> dict[str, str]:
+    """Return what makes the answers, as the open engine tells it: versions and, if it says so, dtype and device."""
+    return {"software": backend.engine.software, **backend.info}
+
+
 def recorded_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the engine options as they are saved.
 
@@ -91,14 +96,15 @@ def _fingerprint(text: str) -> str:
     return f"sha256:{hashlib.sha256(text.encode(errors='surrogatepass')).hexdigest()[:8]}"
 
 
-KEYS = {"corelm", "fingerprint", "settings", "provenance"}
+KEYS = {"corelm", "fingerprint", "settings", "engine", "provenance"}
 
 
 class SettingsFile:
-    """``answers.settings.json``: the settings of the answers in ``answers.jsonl``, and where their log-probs came from.
+    """``answers.settings.json``: the settings of the answers in ``answers.jsonl``, and what made them.
 
-    Every answer names the fingerprint of its settings, so answers of other settings are recognised even if the file is
-    of other answers.
+    `engine` says how the engine ran, and `provenance` where the log-probs came from, in the first run; an answer of a
+    later run that differs holds its own. Every answer names the fingerprint of its settings, so answers of other
+    settings are recognised even if the file is of other answers.
 
     Attributes:
         fingerprint: 16 hex digits of the sha256 of `settings`, as JSON.
@@ -129,17 +135,13 @@ class SettingsFile:
         """Return whether an answer that names this fingerprint has the settings of this run and of the file."""
         return made == self.fingerprint and self.saved is not None and self.saved["fingerprint"] == made
 
-    @property
-    def provenance(self) -> dict[str, Any] | None:
-        """Where the log-probs of the answers came from; an answer with another provenance holds its own."""
-        return None if self.saved is None else self.saved["provenance"]
-
-    def save(self, provenance: dict[str, Any] | None) -> None:
+    def save(self, engine: Mapping[str, str], provenance: dict[str, Any] | None) -> None:
         """Write the file. It is complete, or the old one is kept."""
         made = {
             "corelm": __version__,
             "fingerprint": self.fingerprint,
             "settings": self.settings,
+            "engine": dict(engine),
             "provenance": provenance,
         }
         unfinished = self.path.with_name(f"{self.path.name}.{os.getpid()}")

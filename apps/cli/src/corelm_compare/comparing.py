@@ -118,8 +118,8 @@ def compare(
             found.note(sentence)
         gaps = made.gaps()
         Explainer(made, checkpoints).explain(gaps)
-        asked_ids = [each.ids for each in encoded]
-        _compare_sampling(made, asked_ids, seed)
+        asked_ids, limits = [each.ids for each in encoded], {side.name: _limit(made, side) for side in opened}
+        _compare_sampling(made, asked_ids, seed, limits)
         # Not before: what sampling says of a side is about its scores, and not about its texts.
         found.causes = [*of_texts, *found.causes]
         samplers = [side for side in opened if side.samples]
@@ -143,10 +143,18 @@ def compare(
             seed=seed,
             seconds=found.clock.seconds,
             verdict=_verdict(found),
+            limits=limits,
         )
 
 
-def _compare_sampling(made: Measurements, prompts: Sequence[list[int]], seed: int) -> None:
+def _limit(made: Measurements, side: OpenSide) -> float:
+    """Return mean |Δ| up to which a side's sampled log-probs agree with its scores."""
+    # A side that was found to round may be as far from itself.
+    rounding = [each for each in made.found.causes if each.side == side.name and each.id == "dtype"]
+    return max(made.own_noise[side.name], *(2 * each.figures.get("mean_abs", 0.0) for each in rounding), 0.0)
+
+
+def _compare_sampling(made: Measurements, prompts: Sequence[list[int]], seed: int, limits: Mapping[str, float]) -> None:
     found = made.found
     scorers = [side for side in made.sides if side.can.score]
     for side in made.sides:
@@ -155,10 +163,7 @@ def _compare_sampling(made: Measurements, prompts: Sequence[list[int]], seed: in
             continue
         others = [each.score for each in scorers if each is not scorer and each is not side]
         arbiter = made.oracle.numbers if made.oracle is not None else others[0] if others else None
-        # A side that was found to round may be as far from itself.
-        rounding = [c.figures.get("mean_abs", 0.0) for c in found.causes if c.side == side.name and c.id == "dtype"]
-        noise = max(made.own_noise[side.name], 2 * max(rounding, default=0.0))
-        wrong = probe_sampling(found, side, prompts, scorer, arbiter, made.oracle, seed, noise)
+        wrong = probe_sampling(found, side, prompts, scorer, arbiter, made.oracle, seed, limits[side.name])
         if wrong and len(made.sides) == 2:
             # Its scores contradict what it says when it samples, and the other side agrees with the latter.
             found.causes = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,13 @@ Tables = list[Tensor]
 MOST_LOGITS = 250_000_000
 
 
+@dataclass(frozen=True, eq=False)
 class Oracle:
     """The plain forward of one checkpoint: one row at a time, no padding, no cache, float32."""
 
-    def __init__(self, plain: PlainOracle, folder: Path, tokenizer: Any) -> None:
-        self.plain, self.folder, self.tokenizer = plain, folder, tokenizer
+    plain: PlainOracle
+    folder: Path
+    tokenizer: Any
 
     @classmethod
     def load(cls, folder: str | PathLike[str]) -> Oracle:
@@ -39,11 +42,6 @@ class Oracle:
             InvalidRequestError: transformers is missing, or the folder holds no model; `field` is ``oracle``.
         """
         return cls(PlainOracle.load(folder), Path(folder), _tokenizer(folder))
-
-    @property
-    def config(self) -> Any:
-        """The configuration of the model's text part."""
-        return self.plain.config
 
     def tables(self, rows: Rows) -> Tables:
         """Return the logits that predict each id but the first of each row."""
@@ -56,24 +54,20 @@ class Oracle:
 
     def with_config(self, **changes: Any) -> Oracle:
         """Return the same weights with other values in the configuration."""
-        return Oracle(PlainOracle.load(self.folder, config=changes), self.folder, self.tokenizer)
+        return replace(self, plain=PlainOracle.load(self.folder, config=changes))
 
     def in_dtype(self, dtype: torch.dtype) -> Oracle:
         """Return the same checkpoint in another dtype."""
-        return Oracle(PlainOracle.load(self.folder, dtype=dtype), self.folder, self.tokenizer)
+        return replace(self, plain=PlainOracle.load(self.folder, dtype=dtype))
 
     def with_weights(self, change: Callable[[str, Tensor], Tensor]) -> Oracle:
         """Return the same model with each parameter changed."""
-        return Oracle(self.plain.with_weights(change), self.folder, self.tokenizer)
-
-    def parameter_names(self) -> list[str]:
-        """Return the names of the weights."""
-        return list(self.plain.state_dict())
+        return replace(self, plain=self.plain.with_weights(change))
 
     def eos_ids(self) -> frozenset[int]:
         """Return the ids that the checkpoint's files name as ends of an answer."""
-        sources = self.plain.generation_config, self.config, self.tokenizer
-        return eos_token_ids(*sources, vocab_size=self.config.vocab_size)
+        sources = self.plain.generation_config, self.plain.config, self.tokenizer
+        return eos_token_ids(*sources, vocab_size=self.plain.config.vocab_size)
 
     def encode(self, text: str, *, add_special_tokens: bool = True, parse_special: bool = True) -> list[int] | None:
         """Return the ids of a text by the checkpoint's own tokenizer; None without one."""

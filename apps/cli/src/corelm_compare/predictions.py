@@ -380,7 +380,7 @@ def _variants(case: Case) -> Iterator[Prediction]:
 
 
 def _changes(case: Case, oracle: Oracle) -> Iterator[Variant]:
-    config = oracle.config
+    config = oracle.plain.config
     for name, words in (("final_logit_softcapping", "logits"), ("attn_logit_softcapping", "attention scores")):
         if getattr(config, name, None):
             changed = f"no softcap of the {words} ({name}={getattr(config, name):g})"
@@ -405,7 +405,7 @@ def _changes(case: Case, oracle: Oracle) -> Iterator[Variant]:
 
 
 def _biases(oracle: Oracle) -> Iterator[Variant]:
-    names = [name for name in oracle.parameter_names() if name.endswith("bias")]
+    names = [name for name in oracle.plain.state_dict() if name.endswith("bias")]
     groups = {
         "of the output layer": [name for name in names if "head" in name or name.startswith("embed_out")],
         "of the attention": [name for name in names if any(part in name for part in ("q_proj", "k_proj", "c_attn"))],

@@ -83,7 +83,7 @@ def prepare(
     if completions is not None and len(completions) != len(prompts):
         raise invalid("completions", f"expected one for each of {len(prompts)} prompts, got {len(completions)}")
     encoded = [encode(prompt, sides, oracle, row) for row, prompt in enumerate(prompts)]
-    rows = [_row(each.ids, len(each.ids), each.text, each.kind) for each in encoded]
+    rows = [Row(ids=tuple(each.ids), prompt_length=len(each.ids), text=each.text, kind=each.kind) for each in encoded]
     room = min((side.can.max_context for side in sides if side.can.max_context is not None), default=None)
     if completions is not None:
         rows = [_completed(row, each, sides[0]) for row, each in zip(rows, completions, strict=True)]
@@ -93,12 +93,6 @@ def prepare(
     if all(side.can.score for side in sides):
         rows += _long_rows(rows, room)
     return encoded, rows
-
-
-def _row(ids: Sequence[int], prompt_length: int, text: str, kind: Kind) -> Row:
-    return Row(
-        ids=tuple(ids), prompt_length=prompt_length, tokens=(), text=text, kind=kind, sampled_by=None, numbers={}
-    )
 
 
 def _refuse_long(rows: Sequence[Row], room: int | None) -> None:
@@ -163,7 +157,7 @@ def _long_rows(rows: Sequence[Row], room: int | None) -> list[Row]:
     for length, start in zip(_LONG, (0, len(ids) // 2), strict=True):
         size = min(length, length if room is None else room)
         made.append(list(islice(cycle(ids[start:] + ids[:start]), size)))
-    return [_row(each, 1, MADE_OF_OTHERS, "ids") for each in made]
+    return [Row(ids=tuple(each), prompt_length=1, text=MADE_OF_OTHERS, kind="ids") for each in made]
 
 
 # Texts and conversations as ids -------------------------------------------------------------------------------------

@@ -138,11 +138,11 @@ class Row(Record):
 
     ids: tuple[int, ...]
     prompt_length: int
-    tokens: tuple[str, ...]
+    tokens: tuple[str, ...] = ()
     text: str
     kind: Literal["text", "conversation", "ids"]
-    sampled_by: str | None
-    numbers: Mapping[str, tuple[float, ...]]
+    sampled_by: str | None = None
+    numbers: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
     @property
     def made_of_others(self) -> bool:
@@ -306,7 +306,9 @@ class Comparison(Record):
         gaps: between each two sides, and between each side and the oracle if there is one (`sides` and `oracle`).
         own: each side's distances to itself (`again`, `company`, `order`, `late_start`, `sampled`); `one` begins with
             the name of the side.
-        tolerances: mean `|Δ|` in nats up to which a side's distance is noise, by the name of the side.
+        tolerances: mean `|Δ|` in nats up to which another side's scores agree with a side's, by the name of the side.
+        limits: mean `|Δ|` in nats up to which a side's distance to itself or to the plain forward is what its dtype
+            rounds, by the name of the side.
         divergences: where ids, answers and numbers first differ.
         experiments: everything that was tried, in order.
         causes: what was found, the surest first.
@@ -336,6 +338,7 @@ class Comparison(Record):
     seed: int
     seconds: float
     verdict: Verdict
+    limits: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def exit_code(self) -> int:
@@ -409,17 +412,13 @@ def from_json(found: Mapping[str, Any]) -> Comparison:
     Raises:
         InvalidRequestError: it is not such a comparison, or of another version of the format; `field` names the place.
     """
-    if not isinstance(found, Mapping):
-        raise invalid("comparison", f"expected an object, got {shown(found)}")
-    if found.get("format") != FORMAT:
+    if _of_type(Mapping, found, "comparison").get("format") != FORMAT:
         raise invalid("format", f"expected {FORMAT!r}, got {shown(found.get('format'))}")
     return _record(Comparison, found, "comparison")
 
 
 def _record(kind: Callable[..., R], found: Any, path: str) -> R:
-    if not isinstance(found, Mapping):
-        raise invalid(path, f"expected an object, got {shown(found)}")
-    values = {}
+    values, found = {}, _of_type(Mapping, found, path)
     hints = get_type_hints(kind)
     for each in dataclasses.fields(kind):  # type: ignore[arg-type]
         hint, where = hints[each.name], f"{path}.{each.name}"
@@ -427,10 +426,10 @@ def _record(kind: Callable[..., R], found: Any, path: str) -> R:
             dtype = torch.int64 if kind is Gap and each.name in ("rows", "positions") else torch.float32
             numbers = [math.nan if value is None else value for value in found.get(each.name, ())]
             values[each.name] = torch.tensor(numbers, dtype=dtype)
-        elif each.name not in found:
-            raise invalid(where, "is missing")
-        else:
+        elif each.name in found:
             values[each.name] = _value(hint, found[each.name], where)
+        elif each.default_factory is dataclasses.MISSING:
+            raise invalid(where, "is missing")
     return kind(**values)
 
 
@@ -446,24 +445,21 @@ def _value(hint: Any, found: Any, path: str) -> Any:
         one_of(path, found, parts)
         return found
     if origin is tuple:
-        if not isinstance(found, list):
-            raise invalid(path, f"expected a list, got {shown(found)}")
-        return tuple(_value(parts[0], each, f"{path}[{at}]") for at, each in enumerate(found))
+        return tuple(_value(parts[0], each, f"{path}[{at}]") for at, each in enumerate(_of_type(list, found, path)))
     if origin is Mapping:
-        if not isinstance(found, Mapping):
-            raise invalid(path, f"expected an object, got {shown(found)}")
-        return {str(key): _value(parts[1], each, f"{path}.{key}") for key, each in found.items()}
+        return {
+            str(key): _value(parts[1], each, f"{path}.{key}") for key, each in _of_type(Mapping, found, path).items()
+        }
     if dataclasses.is_dataclass(hint):
         return _record(cast(Callable[..., Any], hint), found, path)
     if hint is float:
         # JSON has neither NaN nor infinities; and 1 may stand for 1.0.
-        if found is None:
-            return math.nan
-        return float(_of_type((int, float), found, path))
+        return math.nan if found is None else float(_of_type((int, float), found, path))
     return _of_type(hint, found, path)
 
 
 def _of_type(kind: Any, found: Any, path: str) -> Any:
     if not isinstance(found, kind) or (isinstance(found, bool) and kind is not bool):
-        raise invalid(path, f"expected {getattr(kind, '__name__', 'a number')}, got {shown(found)}")
+        words = {Mapping: "an object", list: "a list"}.get(kind) or getattr(kind, "__name__", "a number")
+        raise invalid(path, f"expected {words}, got {shown(found)}")
     return found

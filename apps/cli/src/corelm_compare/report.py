@@ -19,16 +19,16 @@ from corelm._version import __version__
 from corelm.errors import printable
 from corelm_compare.records import CAUSES, Comparison, Gap, Row
 from corelm_compare.report_text import (
+    LIMIT,
     between,
+    limit,
     log_prob,
     number,
     own_gaps,
     pair,
     share,
     summary,
-    tolerance,
     worst_own,
-    worst_sampled,
 )
 
 if TYPE_CHECKING:
@@ -76,16 +76,12 @@ def as_html(comparison: Comparison) -> str:
         meanings=CAUSES,
         summary=summary(comparison),
         pairs=between(comparison.gaps),
-        own={side.name: own_gaps(comparison, side.name) for side in comparison.sides},
-        worst_own=[
-            (side.name, gap)
-            for side in comparison.sides
-            for gap in (worst_own(comparison, side.name), worst_sampled(comparison, side.name))
-            if gap is not None
-        ],
+        own=[gap for side in comparison.sides for gap in own_gaps(comparison, side.name)],
+        worst_own=[gap for side in comparison.sides for gap in worst_own(comparison, side.name)],
+        about_limits=LIMIT,
         # Those of ids and answers first: they are few, and explain the others.
         divergences=sorted(comparison.divergences, key=lambda each: each.what == "numbers"),
-        over=lambda gap: gap.mean_abs > tolerance(comparison, gap),
+        limit=lambda gap: limit(comparison, gap),
         pictures=lambda gap: pictures(comparison, gap),
         scored_rows=lambda gap: list(_scored_rows(comparison, gap)),
         ratio=_ratio,
@@ -112,7 +108,7 @@ def _scored_rows(comparison: Comparison, gap: Gap) -> Iterator[_ScoredRow]:
         largest[at] = max(size, largest.get(at, 0.0))
     ranked = sorted(largest, key=lambda row: -largest[row])
     first = min(ranked, key=lambda at: _KINDS.index(comparison.rows[at].kind), default=None)
-    look = _shades(gap, tolerance(comparison, gap))
+    look = _shades(gap, limit(comparison, gap))
     for at in sorted(ranked, key=lambda row: row != first)[:_ROWS]:
         row = comparison.rows[at]
         one, other = row.numbers.get(gap.one, ()), row.numbers.get(gap.other, ())
@@ -187,7 +183,7 @@ def pictures(comparison: Comparison, gap: Gap) -> list[Picture]:
     if not len(gap.delta):
         return []
     plain = [each for each in comparison.gaps if each.kind == "oracle"]
-    own = [found for name in (gap.one, gap.other) if (found := worst_own(comparison, name)) is not None]
+    own = [each for name in (gap.one, gap.other) for each in worst_own(comparison, name) if each.kind != "sampled"]
     largest = f"the largest difference of {pair(gap)} is {number(gap.max_abs)} nats"
     drawn: list[tuple[str, str, str, Callable[[Axes], None]]] = [
         (

@@ -11,8 +11,6 @@ from corelm_compare.records import Comparison, Gap, GapKind, counted
 
 #: What a distance of a side to itself compares.
 KINDS: dict[GapKind, str] = {
-    "sides": "two sides",
-    "oracle": "from the plain forward",
     "again": "the same call again",
     "company": "each row alone",
     "order": "rows in another order",
@@ -20,7 +18,14 @@ KINDS: dict[GapKind, str] = {
     "sampled": "sampled / scored",
 }
 _INDENT = "  "
-_HEADS = ("mean |Δ|", "p99", "largest", "outside", "mean Δ")
+_HEADS = ("mean |Δ|", "limit", "p99", "largest", "outside", "mean Δ")
+#: What the column `limit` of the table holds.
+LIMIT = (
+    "limit: the mean |Δ| up to which a line is noise. The verdict rests on the scores of two sides: their limit is the "
+    "given tolerance, or twice what a side's scores move when it is asked again, and at least what float32 rounds. The "
+    "limit of the other lines is what the side's own dtype rounds. sampled / scored: the log-probs that a side "
+    "returned when it sampled, against its scores of the same tokens"
+)
 #: The narrowest name that the table leaves room for, and pairs of sides that are listed.
 _NAME, _PAIRS = 16, 10
 
@@ -57,10 +62,9 @@ def _causes(comparison: Comparison, width: int) -> Iterator[str]:
 def _distances(comparison: Comparison, width: int) -> Iterator[str]:
     lines = [(pair(gap), gap) for gap in between(comparison.gaps)[:_PAIRS]]
     lines += [(pair(gap), gap) for gap in comparison.gaps if gap.kind == "oracle"]
-    for side in comparison.sides:
-        own = (worst_own(comparison, side.name), worst_sampled(comparison, side.name))
-        lines += [(f"{side.name}, {KINDS[gap.kind]}", gap) for gap in own if gap is not None]
-    cells = [[printable(name), *_cells(gap)] for name, gap in lines]
+    own = [gap for side in comparison.sides for gap in worst_own(comparison, side.name)]
+    lines += [(f"{gap.one}, {KINDS[gap.kind]}", gap) for gap in own]
+    cells = [[printable(name), *_cells(comparison, gap)] for name, gap in lines]
     heads = ["Δ in nats", *_HEADS]
     widths = [max(len(row[column]) for row in [heads, *cells]) for column in range(1, len(heads))]
     room = max(_NAME, min(width - sum(widths) - 2 * len(widths), max(len(row[0]) for row in [heads, *cells])))
@@ -70,12 +74,14 @@ def _distances(comparison: Comparison, width: int) -> Iterator[str]:
         numbers = "".join(f"  {cell:>{size}}" for cell, size in zip(row[1:], widths, strict=True))
         yield f"{names[0]:<{room}}{numbers}"
         yield from (f"{_INDENT}{name}" for name in names[1:])
+    if lines:
+        yield from _wrapped(LIMIT, width, "", _INDENT)
     if comparison.oracle is not None:
         yield from _wrapped(f"plain forward: transformers in float32, of {comparison.oracle}", width, "", _INDENT)
 
 
-def _cells(gap: Gap) -> Sequence[str]:
-    sizes = map(number, (gap.mean_abs, gap.p99, gap.max_abs))
+def _cells(comparison: Comparison, gap: Gap) -> Sequence[str]:
+    sizes = map(number, (gap.mean_abs, limit(comparison, gap), gap.p99, gap.max_abs))
     return [*sizes, share(gap.outside), number(gap.mean, sign=True)]
 
 
@@ -93,13 +99,15 @@ def _rest(comparison: Comparison, width: int) -> Iterator[str]:
 
 def _wrapped(text: str, width: int, first: str = "", rest: str | None = None) -> list[str]:
     """Return a text as lines of at most `width` characters; what is not printable becomes an escape sequence."""
-    return textwrap.wrap(
-        printable(text),
+    # A number stays with its sign.
+    lines = textwrap.wrap(
+        printable(text).replace(" %", "\xa0%"),
         width,
         initial_indent=first,
         subsequent_indent=first if rest is None else rest,
         break_on_hyphens=False,
     )
+    return [line.replace("\xa0", " ") for line in lines]
 
 
 # Words and numbers that the page has as well ---
@@ -157,27 +165,26 @@ def between(gaps: Iterable[Gap]) -> list[Gap]:
 
 def own_gaps(comparison: Comparison, side: str) -> list[Gap]:
     """Return a side's distances to itself."""
-    names = sorted((each.name for each in comparison.sides), key=len, reverse=True)
-    return [gap for gap in comparison.own if next((name for name in names if gap.one.startswith(name)), None) == side]
+    return [gap for gap in comparison.own if gap.one == side]
 
 
-def worst_own(comparison: Comparison, side: str) -> Gap | None:
-    """Return a side's largest distance to itself among its scores of the same rows; None if none was measured."""
-    return _largest(gap for gap in own_gaps(comparison, side) if gap.kind != "sampled")
+def worst_own(comparison: Comparison, side: str) -> list[Gap]:
+    """Return a side's largest distances to itself: among its scores, and between what it sampled and its scores."""
+    own = own_gaps(comparison, side)
+    kinds = ([gap for gap in own if (gap.kind == "sampled") is sampled] for sampled in (False, True))
+    return [max(gaps, key=lambda gap: (gap.mean_abs, gap.max_abs)) for gaps in kinds if gaps]
 
 
-def worst_sampled(comparison: Comparison, side: str) -> Gap | None:
-    """Return the largest distance between what a side said when it sampled and its scores; None without one."""
-    return _largest(gap for gap in own_gaps(comparison, side) if gap.kind == "sampled")
+def limit(comparison: Comparison, gap: Gap) -> float:
+    """Return the mean of |Δ| up to which a gap is noise. See `Comparison`."""
+    limits = comparison.tolerances if gap.kind == "sides" else {**comparison.tolerances, **comparison.limits}
+    return max((limits.get(name, 0.0) for name in (gap.one, gap.other)), default=0.0)
 
 
-def _largest(gaps: Iterable[Gap]) -> Gap | None:
-    return max(gaps, key=lambda gap: (gap.mean_abs, gap.max_abs), default=None)
-
-
-def tolerance(comparison: Comparison, gap: Gap) -> float:
-    """Return the mean of |Δ| up to which the two of a gap agree."""
-    return max((comparison.tolerances.get(name, 0.0) for name in (gap.one, gap.other)), default=0.0)
+def named(comparison: Comparison, side: str) -> str:
+    """Return the name of a side with its dtype, if that is known."""
+    dtype = next((each.dtype for each in comparison.sides if each.name == side), None)
+    return side if dtype is None else f"{side} ({dtype})"
 
 
 def summary(comparison: Comparison) -> str:
@@ -185,8 +192,12 @@ def summary(comparison: Comparison) -> str:
     gaps = between(comparison.gaps)
     if not gaps:
         return ""
-    gap, allowed = gaps[0], tolerance(comparison, gaps[0])
-    tokens = max(each.count for each in comparison.gaps)
-    words = f"{tokens:,} token{'s' * (tokens != 1)} in {counted(comparison.rows)}: mean |Δ| "
-    words += f"{number(gap.mean_abs)} nats, the largest {number(gap.max_abs)}; {share(gap.outside)} of the ratios "
-    return f"{words}outside [0.9, 1.1]; up to {number(allowed)} is their own noise"
+    gap, tokens = gaps[0], max(each.count for each in comparison.gaps)
+    words = f"{tokens:,} token{'s' * (tokens != 1)} in {counted(comparison.rows)}, scored by "
+    words += (
+        f"{named(comparison, gap.one)} and {named(comparison, gap.other)}: mean |Δ| {number(gap.mean_abs)} nats, the "
+    )
+    words += (
+        f"largest {number(gap.max_abs)}; {share(gap.outside)} of the ratios outside [0.9, 1.1]; between their scores, "
+    )
+    return f"{words}up to {number(limit(comparison, gap))} is noise"

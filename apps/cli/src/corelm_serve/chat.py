@@ -12,9 +12,8 @@ from typing import Any
 from corelm.spec import GenerateResult, Message
 from corelm_interop.openai_answers import Answer
 from corelm_interop.openai_logprobs import chat_logprobs
-from corelm_serve.exchange import Exchange
+from corelm_serve.exchange import Exchange, Reply, record, usage
 from corelm_serve.generation import Generation
-from corelm_serve.replies import Reply, record, usage
 from corelm_serve.requests import ChatAsk
 from corelm_serve.service import RenderedPrompt, UnrecordedTurn
 

@@ -15,9 +15,8 @@ from corelm.spec import GenerateResult
 from corelm.spec.answer_text import HALF_CHARACTER
 from corelm_interop.openai_answers import Answer, ScoredPrompt, scored_prompts
 from corelm_interop.openai_logprobs import CompletionLogprobs
-from corelm_serve.exchange import Exchange
+from corelm_serve.exchange import Exchange, Reply, record, usage
 from corelm_serve.generation import Call, Generation
-from corelm_serve.replies import Reply, record, usage
 from corelm_serve.requests import CompletionAsk, TokenAsk
 from corelm_serve.service import UnrecordedTurn
 

@@ -18,7 +18,10 @@ from corelm_serve.chat_messages import said
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """The body of a request, checked: the model that the client names, and how to sample.
+    """The body of a request, checked: the model that the client names, how to sample, and whether to stream.
+
+    Attributes:
+        include_usage: whether to end the stream with the usage.
 
     Raises:
         InvalidRequestError: a field is unknown, not supported or illegal; `field` names it. `read` raises it.
@@ -26,6 +29,8 @@ class Ask:
 
     model: str | None
     sampling: SamplingParams
+    stream: bool
+    include_usage: bool
 
 
 #: What a client may tell about itself. It changes no answer and is not kept.
@@ -37,6 +42,8 @@ SAMPLING = frozenset(
         *("presence_penalty", "frequency_penalty", "repetition_penalty"),
     }
 )
+#: What every body may hold.
+SHARED = frozenset({"model", "n", "min_tokens", "logprobs", *SAMPLING})
 #: Fields of the protocol that may only have the value that changes nothing, and what to do otherwise.
 NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "logit_bias": (({},), "it would change the distribution that log-probs are of; leave it out"),
@@ -73,7 +80,7 @@ def parsed(body: bytes) -> dict[str, Any]:
     try:
         found = json.loads(body, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
-        raise invalid("body", f"expected a JSON object, got what is not JSON: {error}") from error
+        raise invalid("body", f"it is not JSON: {error}") from error
     if not isinstance(found, dict):
         raise invalid("body", f"expected a JSON object, got {shown(found)}")
     return {name: value for name, value in found.items() if value is not None}
@@ -137,38 +144,36 @@ def sampling_of(given: Mapping[str, Any], *, default_max_tokens: int | None) -> 
 LENGTHS = ("max_tokens", "max_completion_tokens")
 
 
-def streaming_of(given: Mapping[str, Any]) -> tuple[bool, bool]:
-    """Return whether to stream, and whether to end the stream with the usage."""
-    stream = flag("stream", given.get("stream", False))
-    options = given.get("stream_options")
-    if options is None:
-        return stream, False
-    if not stream:
-        raise invalid("stream_options", "they belong to streams; give stream=true, or leave them out")
-    if not isinstance(options, dict):
-        raise invalid("stream_options", f"expected an object, got {shown(options)}")
-    check_names(options, ("include_usage", "include_obfuscation"), "stream_options")
-    if options.get("include_obfuscation"):
-        raise invalid("stream_options.include_obfuscation", "events are not padded; give false or leave it out")
-    return stream, flag("stream_options.include_usage", options.get("include_usage") or False)
+def shared(given: Mapping[str, Any], known: Collection[str], *, default_max_tokens: int | None) -> dict[str, Any]:
+    """Refuse fields other than those `known`, and return what every body holds: the fields of `Ask`.
 
-
-def model_of(given: Mapping[str, Any]) -> str | None:
-    """Return the model that the client names; None if it names none."""
-    name = given.get("model")
-    if name is not None and not isinstance(name, str):
-        raise invalid("model", f"expected a text, got {shown(name)}")
-    return name
+    Args:
+        default_max_tokens: see `sampling_of`.
+    """
+    check_names(given, known)
+    stream, options = flag("stream", given.get("stream", False)), given.get("stream_options")
+    if options is not None:
+        if not stream:
+            raise invalid("stream_options", "they belong to streams; give stream=true, or leave them out")
+        if not isinstance(options, dict):
+            raise invalid("stream_options", f"expected an object, got {shown(options)}")
+        check_names(options, ("include_usage", "include_obfuscation"), "stream_options")
+        if options.get("include_obfuscation"):
+            raise invalid("stream_options.include_obfuscation", "events are not padded; give false or leave it out")
+    model = given.get("model")
+    if not isinstance(model, str | None):
+        raise invalid("model", f"expected a text, got {shown(model)}")
+    usage = flag("stream_options.include_usage", (options or {}).get("include_usage") or False)
+    sampling = sampling_of(given, default_max_tokens=default_max_tokens)
+    return {"model": model, "sampling": sampling, "stream": stream, "include_usage": usage}
 
 
 # Chat completions -----------------------------------------------------------------------------------------------------
 
-KNOWN = frozenset(
+_CHAT = frozenset(
     {
-        *("model", "messages", "n", "min_tokens", "stream", "stream_options", "logprobs", "top_logprobs"),
-        *("tools", "tool_choice", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"),
-        *LENGTHS,
-        *SAMPLING,
+        *("messages", "stream", "stream_options", "top_logprobs", "tools", "tool_choice", "chat_template_kwargs"),
+        *("add_generation_prompt", "continue_final_message", *LENGTHS, *SHARED),
     }
 )
 #: What a message may hold. Further keys of an assistant's message are what official clients send back of an answer.
@@ -197,8 +202,6 @@ class ChatAsk(Ask):
     """
 
     messages: Chat
-    stream: bool
-    include_usage: bool
     logprobs: bool
     top_logprobs: int
     tools: list[dict[str, Any]] | None
@@ -208,18 +211,14 @@ class ChatAsk(Ask):
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> ChatAsk:
         """Check a body. See `Ask`."""
-        check_names(given, KNOWN)
-        stream, include_usage = streaming_of(given)
+        always = shared(given, _CHAT, default_max_tokens=None)
         logprobs = flag("logprobs", given.get("logprobs", False))
         top = count("top_logprobs", given.get("top_logprobs", 0), 0)
         if top and not logprobs:
             raise invalid("top_logprobs", "they belong to logprobs; give logprobs=true as well")
         return cls(
-            model=model_of(given),
+            **always,
             messages=_messages(given.get("messages")),
-            sampling=sampling_of(given, default_max_tokens=None),
-            stream=stream,
-            include_usage=include_usage,
             logprobs=logprobs,
             top_logprobs=top,
             tools=_tools(given),
@@ -313,14 +312,11 @@ def _list(given: Mapping[str, Any], name: str, where: str = "") -> list[Any]:
 
 _COMPLETION = frozenset(
     {
-        *("model", "prompt", "n", "min_tokens", "max_tokens", "stream", "stream_options", "logprobs", "echo"),
-        "return_tokens_as_token_ids",
-        *SAMPLING,
+        *("prompt", "max_tokens", "stream", "stream_options", "echo", "return_tokens_as_token_ids"),
+        *SHARED,
     }
 )
-_TOKENS = frozenset(
-    {*("model", "prompt_token_ids", "n", "min_tokens", "logprobs", "top_logprobs"), *LENGTHS, *SAMPLING}
-)
+_TOKENS = frozenset({*("prompt_token_ids", "top_logprobs"), *LENGTHS, *SHARED})
 #: The largest number of answers to one request: all its prompts together.
 MOST_ANSWERS = 4096
 
@@ -343,16 +339,12 @@ class CompletionAsk(Ask):
     ids: tuple[Ids, ...] | None
     samples: bool
     echo: bool
-    stream: bool
-    include_usage: bool
     logprobs: int | None
     by_id: bool
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> CompletionAsk:
         """Check a body. See `Ask`."""
-        check_names(given, _COMPLETION)
-        stream, include_usage = streaming_of(given)
         echo = flag("echo", given.get("echo", False))
         logprobs = given.get("logprobs")
         samples = not (given.get("max_tokens") == 0 and type(given["max_tokens"]) is int)
@@ -360,18 +352,15 @@ class CompletionAsk(Ask):
             raise invalid("max_tokens", "0 only scores the prompt; give echo=true as well, or at least 1")
         # Nothing is sampled, so the limit does not matter.
         sampled = given if samples else {name: value for name, value in given.items() if name != "max_tokens"}
-        sampling = sampling_of(sampled, default_max_tokens=16)
+        always = shared(sampled, _COMPLETION, default_max_tokens=16)
         texts, ids = _prompts(given.get("prompt"))
-        _check_answers(len(texts or ids or ()), sampling, "prompt")
+        _check_answers(len(texts or ids or ()), always["sampling"], "prompt")
         return cls(
-            model=model_of(given),
+            **always,
             texts=texts,
             ids=ids,
-            sampling=sampling,
             samples=samples,
             echo=echo,
-            stream=stream,
-            include_usage=include_usage,
             logprobs=None if logprobs is None else count("logprobs", logprobs, 0),
             by_id=flag("return_tokens_as_token_ids", given.get("return_tokens_as_token_ids", False)),
         )
@@ -392,26 +381,19 @@ class TokenAsk(Ask):
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> TokenAsk:
         """Check a body. See `Ask`."""
-        check_names(given, _TOKENS)
+        always = shared(given, _TOKENS, default_max_tokens=16)
         logprobs = given.get("logprobs")
         if logprobs is not None:
             one_of("logprobs", logprobs, ("none", "raw", "processed"))
         top = count("top_logprobs", given.get("top_logprobs", 0), 0)
         if top and logprobs == "none":
             raise invalid("top_logprobs", "they belong to logprobs; give logprobs as raw or processed, or leave it out")
-        sampling = sampling_of(given, default_max_tokens=16)
         rows = given.get("prompt_token_ids")
         if not isinstance(rows, list) or not rows:
             raise invalid("prompt_token_ids", f"expected a list of ids, or a list of such lists, got {shown(rows)}")
         prompts = _rows_of_ids(rows, "prompt_token_ids")
-        _check_answers(len(prompts), sampling, "prompt_token_ids")
-        return cls(
-            model=model_of(given),
-            prompts=prompts,
-            sampling=sampling,
-            logprobs=logprobs,
-            top_logprobs=top,
-        )
+        _check_answers(len(prompts), always["sampling"], "prompt_token_ids")
+        return cls(**always, prompts=prompts, logprobs=logprobs, top_logprobs=top)
 
 
 def _prompts(given: Any) -> tuple[tuple[str, ...] | None, tuple[Ids, ...] | None]:

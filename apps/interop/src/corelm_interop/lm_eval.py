@@ -9,6 +9,7 @@ docs/lm-eval.md.
 
 from __future__ import annotations
 
+import logging
 import sys
 from typing import Any
 
@@ -34,6 +35,13 @@ def register() -> None:
         raise ImportError(f"corelm_interop.lm_eval needs lm-eval: {how_to_install('lm-eval>=0.4.13')}") from error
     if _NAME not in model_registry:
         model_registry.register(_NAME, target=_TARGET)
+    logging.getLogger("lm_eval.evaluator").addFilter(_without_pretrained)
+
+
+def _without_pretrained(record: logging.LogRecord) -> bool:
+    """Correct lm-eval's advice to apply a chat template: it takes `pretrained` for the only name of a model."""
+    record.msg = str(record.msg).replace("pretrained=None appears", "the model appears")
+    return True
 
 
 def main() -> None:

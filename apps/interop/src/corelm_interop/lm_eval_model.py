@@ -215,7 +215,7 @@ class CoreLM(TemplateLM):
         return str(getattr(self.tokenizer, "name_or_path", "") or self.engine.model_name).replace("/", "__")
 
     def get_model_info(self) -> dict[str, Any]:
-        """Return what lm-eval writes into the results: the engine, its weights, and the tokens of this run.
+        """Return what lm-eval writes into the results: the engine, how it runs, its weights, the tokens of this run.
 
         `read` counts the ids of all rows, whether or not the engine read what they share only once.
         """
@@ -224,6 +224,7 @@ class CoreLM(TemplateLM):
             "corelm_backend": self.engine.name,
             "corelm_model": self.engine.model_name,
             "corelm_weights": self.engine.weight_version,
+            "corelm_engine": {"software": self.engine.engine.software, **self.engine.info},
             "corelm_tokens": dict(self._tokens),
         }
 

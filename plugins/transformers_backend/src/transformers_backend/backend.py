@@ -204,10 +204,20 @@ class TransformersBackend:
 
     @property
     def info(self) -> dict[str, str]:
-        """What it runs on, and how it decodes and scores, as far as that is known, with the cause of a slower way."""
+        """What it runs on, and how it decodes and scores, as far as that is known, with the cause of a slower way.
+
+        `revision` is the commit of a model from a hub.
+        """
         weight = next(self.engine.module.parameters())
         runs = f"{str(weight.dtype).removeprefix('torch.')} on {weight.device}"
-        facts = {"model": runs, "decoding": self.decoder.info, "scoring": self.scorer.info}
+        config = getattr(self.engine.module, "config", None)
+        facts = {
+            "model": runs,
+            "attention": getattr(config, "_attn_implementation", None),
+            "revision": getattr(config, "_commit_hash", None),
+            "decoding": self.decoder.info,
+            "scoring": self.scorer.info,
+        }
         return {name: how for name, how in facts.items() if how}
 
     @hookimpl

@@ -67,6 +67,7 @@ class ModelInfo(EngineInfo):
         takes_gpu_memory: vLLM was opened to take weights in the memory of its GPU.
         files: the folder of the model's safetensors, even if vLLM could not load others; None if there is none.
         largest_rank: the largest rank of an adapter; None if vLLM was not started with ``enable_lora=True``.
+        runs: what `Backend.info` says: dtype and device, quantization and revision.
     """
 
     checkpoint: Expected | None
@@ -74,6 +75,7 @@ class ModelInfo(EngineInfo):
     takes_gpu_memory: bool = False
     files: Path | None = None
     largest_rank: int | None = None
+    runs: Mapping[str, str] = field(default_factory=dict)
 
 
 def read_model(config: Any, tokenizer: Any, *, abort: bool, concurrent_calls: bool) -> ModelInfo:
@@ -132,6 +134,8 @@ def read_model(config: Any, tokenizer: Any, *, abort: bool, concurrent_calls: bo
         abort=abort,
     )
     transfer = config.weight_transfer_config
+    runs = {"quantization": model.quantization, "revision": model.revision}
+    on = f"{str(model.dtype).removeprefix('torch.')} on {current_platform.device_type}"
     return ModelInfo(
         capabilities=capabilities,
         tokenizer=tokenizer,
@@ -145,6 +149,7 @@ def read_model(config: Any, tokenizer: Any, *, abort: bool, concurrent_calls: bo
         candidates=candidates,
         scores_alone=mixes,
         reasons={"update_weights": why_not_again} if why_not_again else {},
+        runs={"model": on, **{name: how for name, how in runs.items() if how}},
     )
 
 

@@ -88,6 +88,11 @@ class InProcessEngine(ABC):
         self._asleep = False
         self._errors = Errors()
 
+    @property
+    def info(self) -> Mapping[str, str]:
+        """What the model runs in and on."""
+        return self._info.runs
+
     @hookimpl
     def generate(self, request: GenerateRequest) -> GenerateResult:
         keys = kept_sets_protocol.new_keys(request)
