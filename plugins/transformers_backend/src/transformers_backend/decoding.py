@@ -93,8 +93,7 @@ class Decoder:
         """How it decodes, with the cause if that is a slower way; "" before the first batch."""
         if self.way is None:
             return "" if self._engine.accepts_cache else f"uncached: {TAKES_NO_CACHE}"
-        told = self._self_test.told.get(_SLOWER[self.way][0]) if self.way in _SLOWER else None
-        return f"{self.way}: {told}" if told else self.way
+        return self._self_test.explained(self.way, _SLOWER[self.way][0] if self.way in _SLOWER else None)
 
     def generate(
         self, request: GenerateRequest, call: Call, updates: CallUpdates
