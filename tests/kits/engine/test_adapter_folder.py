@@ -58,16 +58,17 @@ def test_an_engine_that_knows_rslora_gets_it_as_it_is() -> None:
 
 
 def test_what_the_engine_would_leave_out_is_refused() -> None:
-    for name, value in {
-        "rank_pattern": {"q_proj": 4},
-        "alpha_pattern": {"q_proj": 32},
-        "use_dora": True,
-        "lora_bias": True,
-        "bias": "all",
-        "modules_to_save": ["lm_head"],
-        "layer_replication": [[0, 1], [0, 1]],
-        "init_lora_weights": "pissa_niter_4",
-    }.items():
+    for name, value in (
+        ("rank_pattern", {"q_proj": 4}),
+        ("alpha_pattern", {"q_proj": 32}),
+        ("use_dora", True),
+        ("lora_bias", True),
+        ("bias", "all"),
+        ("modules_to_save", ["lm_head"]),
+        ("layer_replication", [[0, 1], [0, 1]]),
+        ("init_lora_weights", "pissa_niter_4"),
+        ("init_lora_weights", "lora_ga"),
+    ):
         request = update({**CONFIG, name: value})
         with pytest.raises(InvalidRequestError, match=f"does not know {name}=") as caught:
             adapter_folder(request, None, **LIMITS)

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from corelm.errors import CapabilityError, described, first_few
+from corelm.errors import CapabilityError, InvalidRequestError, described, first_few
 from corelm.spec import WeightUpdate, whole_tensor
 from corelm.validate import invalid
 from corelm_engine_kit.checkpoints import Shapes, shapes_of, tensor_shapes
@@ -31,7 +31,7 @@ _BEYOND_LORA = (
     *("alora_invocation_tokens", "use_bdlora", "use_qalora"),
 )
 #: Ways to begin a LoRA that also change the base weights, by the beginnings of their names.
-_CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
+CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 #: How PEFT names the files of an adapter.
 _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -136,12 +136,14 @@ def _read(folder: Path) -> tuple[Mapping[str, Any], Shapes]:
         if not isinstance(config, dict):
             raise ValueError(f"{_CONFIG} is not a mapping")
     except (OSError, ValueError, SafetensorError) as error:
-        raise invalid(
-            "path",
-            f"there is no readable adapter in {folder} ({described(error)}); give a folder that save_pretrained "
-            "of a PEFT model wrote",
-        ) from error
+        raise no_adapter(folder, error) from error
     return config, shapes
+
+
+def no_adapter(folder: Path, error: Exception) -> InvalidRequestError:
+    """Return the error for a folder that an adapter could not be read from."""
+    why = f"there is no readable adapter in {folder} ({described(error)})"
+    return invalid("path", f"{why}; give a folder that save_pretrained of a PEFT model wrote")
 
 
 def _check_kind(config: Mapping[str, Any]) -> None:
@@ -165,7 +167,7 @@ def _ignored_fields(config: Mapping[str, Any], honoured: Collection[str]) -> lis
     given = {name: config.get(name) for name in _BEYOND_LORA if name not in honoured}
     bias, begun = config.get("bias"), config.get("init_lora_weights")
     given["bias"] = None if bias == "none" else bias
-    given["init_lora_weights"] = begun if isinstance(begun, str) and begun.lower().startswith(_CHANGES_BASE) else None
+    given["init_lora_weights"] = begun if isinstance(begun, str) and begun.lower().startswith(CHANGES_BASE) else None
     return [
         f"the engine does not know {name}={value!r}; train without it, or merge the adapter into the model with "
         "update_weights(peft_model)"

@@ -45,10 +45,8 @@ _LISTEN = 10.0
 _MOST_FRAMES = 64
 #: Seconds after which a driver that does not ask for answers counts as gone. Its calls are then aborted.
 _SILENCE = 60.0
-
-
-def _method(**options: Any) -> Callable[[F], F]:
-    return ray.method(**options)
+#: With a type, which Ray's own has not.
+_method: Callable[..., Callable[[F], F]] = ray.method
 
 
 def frame_for_ray(kind: Kind, call: int, packed: Packed) -> RayFrame:
@@ -190,11 +188,7 @@ class EngineActor:
     @_method(concurrency_group="control")
     def hello(self) -> dict[str, Any]:
         """Return what a driver checks before it opens the engine, and where this process is."""
-        return {
-            "core": corelm.__version__,
-            "pid": os.getpid(),
-            "node": ray.get_runtime_context().get_node_id(),
-        }
+        return {"core": corelm.__version__, "pid": os.getpid(), "node": ray.get_runtime_context().get_node_id()}
 
     def open(self, packed: bytes) -> None:
         """Open the engine. `attach` says what became of it."""

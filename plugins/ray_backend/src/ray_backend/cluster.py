@@ -94,14 +94,15 @@ class Cluster:
     def _start(self, ray: Any, address: str, namespace: str) -> None:
         # A running cluster could belong to someone else, so it is not looked for.
         alone = address == "local"
+        here = alone or address.startswith((_LOOPBACK, "localhost"))
         options = {"include_dashboard": False, "_node_ip_address": _LOOPBACK} if alone else {}
         try:
             if not alone:
                 _must_listen(address)
-                if address.startswith((_LOOPBACK, "localhost")):
+                if here:
                     _use_token()
             # A driver that names another address of this machine would not be reached from a cluster on loopback.
-            with _on_loopback() if alone or address.startswith((_LOOPBACK, "localhost")) else nullcontext():
+            with _on_loopback() if here else nullcontext():
                 silent = {"log_to_driver": False, "logging_level": logging.ERROR}
                 context = ray.init(address, namespace=namespace, **silent, **options)
         except BaseException as error:

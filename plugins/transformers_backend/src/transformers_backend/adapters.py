@@ -19,12 +19,11 @@ from torch import Tensor, nn
 from corelm.errors import CapabilityError, InvalidRequestError, described, first_few
 from corelm.spec import Adapter, WeightUpdate, whole_tensor
 from corelm_engine_kit import unknown_adapter
+from corelm_engine_kit.adapter_folder import CHANGES_BASE, no_adapter
 from transformers_backend.engine import CausalLM, is_device_failure, runs_layers_again
 
 #: How the names begin that PEFT knows these adapters by.
 PREFIX = "corelm_adapter_"
-#: Ways to begin a LoRA that also change the base weights, by the beginnings of their names.
-_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 #: Other options of a LoRA that change the base weights.
 _OPTIONS_THAT_CHANGE_BASE = ("kasa_config", "layer_replication", "target_parameters")
 #: Kinds of adapters that PEFT's switch for layers does not reach.
@@ -291,7 +290,7 @@ def _changes_base(config: Any, base: nn.Module) -> str:
     """Return how an adapter changes the base weights in place; "" if it does not."""
     begun, bias = getattr(config, "init_lora_weights", True), getattr(config, "bias", "none")
     options = [name for name in _OPTIONS_THAT_CHANGE_BASE if getattr(config, name, None)]
-    if isinstance(begun, str) and begun.lower().startswith(_CHANGES_BASE):
+    if isinstance(begun, str) and begun.lower().startswith(CHANGES_BASE):
         options.append(f"init_lora_weights={begun!r}")
     if bias != "none" and any(name.endswith(".bias") and "lora_" not in name for name, _ in base.named_parameters()):
         options.append(f"bias={bias!r}")
@@ -328,8 +327,4 @@ def _source(request: WeightUpdate) -> tuple[dict[str, Tensor], Mapping[str, Any]
             raise FileNotFoundError(folder / "adapter_model.safetensors")
         return load_peft_weights(str(folder), device="cpu"), values
     except Exception as error:
-        raise InvalidRequestError(
-            f"path: there is no readable adapter in {folder} ({described(error)}); give a folder that save_pretrained "
-            "of a PEFT model wrote",
-            field="path",
-        ) from error
+        raise no_adapter(folder, error) from error

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Hashable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Generator, Hashable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -96,15 +97,16 @@ class TransformersBackend:
         owns_model: bool = False,
         recompute_kv_on_update: bool = False,
     ) -> None:
-        decoder_class, scorer_class = Decoder, Scorer
+        scorer_class = Scorer
+        accelerated: Callable[[], AbstractContextManager[None]] = nullcontext
         if fast:
             # Imported only here, so that everything else works without the folder.
-            from transformers_backend.fast import FastDecoder, FastScorer
+            from transformers_backend.fast import FastScorer, quick_products
 
-            decoder_class, scorer_class = FastDecoder, FastScorer
+            scorer_class, accelerated = FastScorer, partial(quick_products, engine.base)
         self.engine = engine
         self.self_test = SelfTest(engine, tokenizer, fast=fast)
-        self.decoder = decoder_class(engine, tokenizer, self.self_test, max_batch_tokens)
+        self.decoder = Decoder(engine, tokenizer, self.self_test, max_batch_tokens, accelerated)
         self.scorer = scorer_class(engine, self.self_test, max_batch_tokens or DEFAULT_TOKENS)
         self.adapters = Adapters(engine)
         self.loop = Loop(self.decoder.step, self._running)
@@ -117,9 +119,19 @@ class TransformersBackend:
         self._weights_state = WeightsState(engine.module)
         self._sleeping = SleepingWeights(engine.module)
         self.tokenizer = tokenizer
-        adapters = may_have_adapters(engine, owns_model=owns_model)
-        levels = sleep_levels(engine.module, owns_model)
-        self.capabilities = replace(_capabilities(engine, tokenizer, adapters=adapters), sleep_levels=levels)
+        declared = sampled_here(engine.vocab_size)
+        declared["sampling"] |= dict.fromkeys(_OF_BEAMS)
+        self.capabilities = Capabilities(
+            **declared,
+            max_context=engine.max_context,
+            eos_token_ids=eos_token_ids(engine.base.generation_config, tokenizer, vocab_size=engine.vocab_size),
+            gradients=True,
+            update_weights=True,
+            weight_stream=True,
+            updates_in_flight=True,
+            adapters=may_have_adapters(engine, owns_model=owns_model),
+            sleep_levels=sleep_levels(engine.module, owns_model),
+        )
 
     @classmethod
     def open(
@@ -245,7 +257,7 @@ class TransformersBackend:
         except Aborted:
             made = generate_result(request, [RowFailure("aborted", aborted=True)] * len(request.prompts))
         # A row that failed has no tokens, which could be of later weights.
-        runs = zip(updates.runs, made.errors or [""] * len(updates.runs), strict=True)
+        runs = zip(updates.rows.runs, made.errors or [""] * len(request.prompts), strict=True)
         return replace(made, version_runs=tuple(run[:1] if failed else run for run, failed in runs))
 
     @hookimpl
@@ -339,18 +351,3 @@ class TransformersBackend:
             # Otherwise a GPU stays full for other engines until Python happens to collect cycles.
             give_back(device)
         return True
-
-
-def _capabilities(engine: CausalLM, tokenizer: Any, *, adapters: bool = False) -> Capabilities:
-    declared = sampled_here(engine.vocab_size)
-    declared["sampling"] |= dict.fromkeys(_OF_BEAMS)
-    return Capabilities(
-        **declared,
-        max_context=engine.max_context,
-        eos_token_ids=eos_token_ids(engine.base.generation_config, tokenizer, vocab_size=engine.vocab_size),
-        gradients=True,
-        update_weights=True,
-        weight_stream=True,
-        updates_in_flight=True,
-        adapters=adapters,
-    )

@@ -35,9 +35,10 @@ class GrowingRows(ABC):
     def __len__(self) -> int:
         return sum(len(share.rows) for share in self.shares)
 
-    @abstractmethod
     def expand(self, rows: Tensor) -> None:
         """Make row i what row ``rows[i]`` was, int64[n] on the CPU; a row may be taken several times."""
+        self.keep(rows)
+        self.logits = self.logits[rows.to(self.logits.device)]
 
     @abstractmethod
     def keep(self, rows: Tensor) -> None:
@@ -117,10 +118,6 @@ class CachedRows(GrowingRows):
         # How many columns the buffers have; 0 if there are none.
         self._room = 0
         self.logits = engine.next_logits(self.cache, **inputs)
-
-    def expand(self, rows: Tensor) -> None:
-        self.keep(rows)
-        self.logits = self.logits[rows.to(self.logits.device)]
 
     def keep(self, rows: Tensor) -> None:
         if self._room:
@@ -217,10 +214,6 @@ class UncachedRows(GrowingRows):
         self._ids = prompts.values.view(len(prompts), -1).to(engine.device)
         self.columns = self._ids.shape[1]
         self.logits = engine.last_logits(self._ids)
-
-    def expand(self, rows: Tensor) -> None:
-        self.logits = self.logits[rows.to(self.logits.device)]
-        self.keep(rows)
 
     def keep(self, rows: Tensor) -> None:
         self._ids = self._ids[rows.to(self._ids.device)]

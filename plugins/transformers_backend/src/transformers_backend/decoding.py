@@ -8,17 +8,17 @@ what was asked for.
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard, get_args
 
 import torch
 from torch import Tensor
 
 from corelm.errors import EngineError, described
-from corelm.spec import GenerateRequest, GenerateResult, Ragged, VersionRuns
+from corelm.spec import GenerateRequest, GenerateResult, Ragged
 from corelm_engine_kit import RowVersions, VersionLog
 from corelm_engine_kit.answers import AnswerGroup, Answers, without
 from corelm_engine_kit.ending import answer_limits
@@ -35,13 +35,8 @@ _log = logging.getLogger(__name__)
 
 #: How prompts are decoded, fastest first. Each is tried on the model before it is used; the last always is right.
 DecodingWay = Literal["cached and padded", "cached", "uncached", "uncached, one at a time"]
-_WAYS: tuple[DecodingWay, ...] = ("cached and padded", "cached", "uncached", "uncached, one at a time")
-_GROUPING: dict[DecodingWay, Grouping] = {
-    "cached and padded": "padded",
-    "cached": "equal",
-    "uncached": "equal",
-    "uncached, one at a time": "alone",
-}
+_WAYS: tuple[DecodingWay, ...] = get_args(DecodingWay)
+_GROUPING: dict[DecodingWay, Grouping] = dict(zip(_WAYS, ("padded", "equal", "equal", "alone"), strict=True))
 _NO_CACHE = (
     "about 4 times as long for answers of 32 tokens, and more for longer ones: each token reads its whole row again"
 )
@@ -73,11 +68,20 @@ class Decoder:
     """Answers requests.
 
     Attributes:
+        accelerated: returns the context in which the model decodes.
         way: how the latest batch was decoded; None before the first.
         keeps_states: whether the model was seen to keep more of its rows than a cache holds.
     """
 
-    def __init__(self, engine: CausalLM, tokenizer: Any, self_test: SelfTest, max_batch_tokens: int | None) -> None:
+    def __init__(
+        self,
+        engine: CausalLM,
+        tokenizer: Any,
+        self_test: SelfTest,
+        max_batch_tokens: int | None,
+        accelerated: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self.accelerated = accelerated
         self.way: DecodingWay | None = None
         self.keeps_states = False
         self._engine = engine
@@ -93,8 +97,7 @@ class Decoder:
         """How it decodes, with the cause if that is a slower way; "" before the first batch."""
         if self.way is None:
             return "" if self._engine.accepts_cache else f"uncached: {TAKES_NO_CACHE}"
-        told = self._self_test.told.get(_SLOWER[self.way][0]) if self.way in _SLOWER else None
-        return f"{self.way}: {told}" if told else self.way
+        return self._self_test.explained(self.way, _SLOWER[self.way][0] if self.way in _SLOWER else None)
 
     def generate(
         self, request: GenerateRequest, call: Call, updates: CallUpdates
@@ -251,14 +254,9 @@ class Decoder:
 
     def _join(self, shares: Sequence[Share]) -> None:
         """Make one of rows that were read apart, where that is right and does not pay for itself in padding."""
-        first: CachedRows | None = None
-        for growing in dict.fromkeys(share.growing for share in shares):
-            if not _joins(growing):
-                continue
-            assert isinstance(growing, CachedRows)
-            if first is None:
-                first = growing
-                continue
+        joining = [each for each in dict.fromkeys(share.growing for share in shares) if _joins(each)]
+        for growing in joining[1:]:
+            first = joining[0]
             columns = max(first.columns, growing.columns)
             apart = len(first) * first.columns + len(growing) * growing.columns
             together = (len(first) + len(growing)) * columns
@@ -355,16 +353,10 @@ class Decoder:
             return UncachedRows(self._engine, prompts)
         if way != _JOINED:
             return CachedRows(self._engine, prompts, fixed=way != _GROWING)
-        first, *others = (self._start("cached", Ragged.from_list([row])) for row in prompts.split())
-        assert isinstance(first, CachedRows)
+        first, *others = (CachedRows(self._engine, Ragged.from_list([row])) for row in prompts.split())
         for each in others:
-            assert isinstance(each, CachedRows)
             first.join(each)
         return first
-
-    def accelerated(self) -> AbstractContextManager[None]:
-        """Return the context in which the model decodes."""
-        return nullcontext()
 
 
 def _switched(call: Call, **changes: Any) -> Generator[None, None, None]:
@@ -373,7 +365,7 @@ def _switched(call: Call, **changes: Any) -> Generator[None, None, None]:
     yield None
 
 
-def _joins(growing: GrowingRows) -> bool:
+def _joins(growing: GrowingRows) -> TypeGuard[CachedRows]:
     """Return whether rows of other calls may join these."""
     return isinstance(growing, CachedRows) and growing.may_join and not any(share.alone for share in growing.shares)
 
@@ -503,13 +495,14 @@ class CallUpdates:
 
     Attributes:
         changes: how often the weights were others than before, in the course of the call.
+        rows: which weights sampled which token.
     """
 
     def __init__(self, log: VersionLog, request: GenerateRequest, *, rereads: bool) -> None:
         self.changes = 0
         self._log, self._request, self._rereads = log, request, rereads
         self._version, self._number = log.now(request), log.number
-        self._rows = RowVersions(len(request.prompts), self._version)
+        self.rows = RowVersions(len(request.prompts), self._version)
 
     def came_in(self) -> bool:
         """Look for updates before the model reads tokens; return whether the rows in it have to be read again."""
@@ -528,9 +521,4 @@ class CallUpdates:
         """
         if self.changes:
             for row in rows.tolist():
-                self._rows.sampled(row, first, self._version)
-
-    @property
-    def runs(self) -> tuple[VersionRuns, ...]:
-        """The `version_runs` of the result."""
-        return self._rows.runs
+                self.rows.sampled(row, first, self._version)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from corelm.errors import CapabilityError, EngineError, InvalidRequestError
+from corelm.validate import invalid
 from corelm_engine_kit import hub_options, refuse_missing_path, torch_device, torch_dtype
 
 #: Options of `from_pretrained` that say where a configuration is found.
@@ -93,17 +94,11 @@ def refuse_file(path: str | os.PathLike[str], tokenizer: Any, model_kwargs: Mapp
     if alone or ("gguf_file" in model_kwargs and tokenizer is None):
         field = "model" if alone else "model_kwargs"
         file = os.fspath(path) if alone else model_kwargs["gguf_file"]
-        raise InvalidRequestError(
-            f"{field}: {file!r} is a GGUF file, which this backend does not open; open the model that it was made "
-            "from: get_backend('transformers', 'FOLDER OR HUB NAME')",
-            field=field,
-        )
-
+        what = f"{file!r} is a GGUF file, which this backend does not open; open the model that it was made from"
+        raise invalid(field, f"{what}: get_backend('transformers', 'FOLDER OR HUB NAME')")
     if os.path.isfile(path):
         folder = os.path.dirname(os.path.abspath(path))
-        raise InvalidRequestError(
-            f"model: {os.fspath(path)!r} is a file, and a model is a folder; give {folder!r}", field="model"
-        )
+        raise invalid("model", f"{os.fspath(path)!r} is a file, and a model is a folder; give {folder!r}")
 
 
 def _model_class(path: str | os.PathLike[str], options: Mapping[str, Any]) -> Any:
@@ -190,7 +185,7 @@ def refuse_other_options(
         what = "only used when a model is loaded, but a model object was passed; leave it out"
         problems["model_kwargs"] = what
     for field, problem in problems.items():
-        raise InvalidRequestError(f"{field}: {problem}", field=field)
+        raise invalid(field, problem)
 
 
 def _same_device(one: torch.device, other: torch.device) -> bool:

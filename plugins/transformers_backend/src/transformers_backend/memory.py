@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -171,26 +172,23 @@ class SleepingWeights:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._devices: dict[nn.Parameter, torch.device] = {}
-        self._buffers: dict[Tensor, torch.device] = {}
+        self._devices: dict[Tensor, torch.device] = {}
 
     def sleep(self, level: int) -> None:
         """Free the memory of the accelerator. Buffers, which no update brings back, are kept at every level."""
-        self._devices = {weight: weight.device for weight in self._module.parameters()}
-        self._buffers = {buffer: buffer.device for buffer in self._module.buffers()}
-        for weight in self._devices:
-            # One element that stands for all of them keeps the shape.
-            weight.data = weight.data.cpu() if level == 1 else weight.data.new_full((), torch.nan).expand(weight.shape)
-        for buffer in self._buffers:
-            buffer.data = buffer.data.cpu()
+        self._devices = {each: each.device for each in chain(self._module.parameters(), self._module.buffers())}
+        for each in self._devices:
+            if level == 1 or not isinstance(each, nn.Parameter):
+                each.data = each.data.cpu()
+            else:
+                # One element that stands for all of them keeps the shape.
+                each.data = each.data.new_full((), torch.nan).expand(each.shape)
 
     def wake(self) -> None:
         """Take the memory again."""
-        for weight, device in self._devices.items():
-            weight.data = weight.data.to(device).contiguous()
-        for buffer, device in self._buffers.items():
-            buffer.data = buffer.data.to(device)
-        self._devices, self._buffers = {}, {}
+        for each, device in self._devices.items():
+            each.data = each.data.to(device).contiguous()
+        self._devices = {}
 
 
 def sleep_levels(module: nn.Module, owns_model: bool) -> frozenset[int]:

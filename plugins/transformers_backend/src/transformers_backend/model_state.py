@@ -59,10 +59,7 @@ class WeightsState:
         weights = _weights_of(parts)
         if parts != self._parts:
             self._parts, self._sampled = parts, _sampled(weights)
-        try:
-            where = tuple([(weight._version, weight.data_ptr()) for weight in weights])
-        except RuntimeError:
-            where = tuple(map(_where, weights))
+        where = tuple(map(_where, weights))
         while True:
             switches, told = self._switches, self._told
             adapters = _adapters(parts) if told is None else told

@@ -12,8 +12,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from corelm.errors import InvalidRequestError, level_of_caller
+from corelm.errors import level_of_caller
 from corelm.spec import Ragged, ScoreRequest, ScoreResult
+from corelm.validate import invalid
 from corelm_engine_kit.loop import Aborted, Call
 from corelm_engine_kit.token_scores import (
     ScoredTokens,
@@ -75,24 +76,19 @@ class ScoringPath:
 
 @dataclass(frozen=True, eq=False)
 class ReadBatch:
-    """Rows that are read together.
+    """Rows that are read together, padded on the right unless they are `PackedRows`.
 
     Attributes:
         rows: int64[k], their numbers.
         index: for every position of each of them, its slot in the flat result.
         columns: the width of the forward pass.
-        packed: the `PackedRows` of `transformers_backend.fast.scoring`; None if rows are padded on the right.
+        shared: number of positions that are not read because another row has read them.
     """
 
     rows: Tensor
     index: Ragged
     columns: int
-    packed: Any = None
-
-    @property
-    def shared(self) -> int:
-        """Number of positions that are not read because another row has read them."""
-        return 0 if self.packed is None else len(self.index.values) - self.columns
+    shared: int = 0
 
 
 def padded_batch(lengths: Tensor, rows: Tensor) -> ReadBatch:
@@ -124,10 +120,7 @@ class Scorer:
     @property
     def info(self) -> str:
         """How it laid out the rows of its latest call, with the cause if that is a slower way; "" before the first."""
-        if self.path is None:
-            return ""
-        told = self._self_test.told.get(_SLOWER.get(self.path.layout, ""))
-        return f"{self.path.layout}: {told}" if told else self.path.layout
+        return "" if self.path is None else self._self_test.explained(self.path.layout, _SLOWER.get(self.path.layout))
 
     def score(self, request: ScoreRequest, call: Call) -> ScoreResult:
         """Score every position of every sequence from `score_from` on. Rows that are aborted before their turn are not.
@@ -157,17 +150,19 @@ class Scorer:
                 if batches:
                     self._self_test.begin(call.check_wanted)
                 for batch in batches:
-                    for part in self._score_batch(batch, request, call):
+                    for part in self._score_batch(batch, request, call, self._head_path(batch, request)):
                         parts.append(part.to(device) if wide else part)
             result = scoring_result(request, scored, [part.to(device) for part in parts], self._engine.vocab_size)
         if request.grad and parts and not result.logprobs.values.requires_grad:
-            raise InvalidRequestError(
-                f"grad: the log-probs have no gradient: {_why_no_gradient(self._engine.module)}", field="grad"
-            )
+            raise invalid("grad", f"the log-probs have no gradient: {_why_no_gradient(self._engine.module)}")
         return result
 
+    def _head_path(self, batch: SequenceBatch, request: ScoreRequest) -> HeadPath:
+        """Return how the logits of a batch are made."""
+        return "whole"
+
     def _score_batch(
-        self, batch: SequenceBatch, request: ScoreRequest, call: Call, head: HeadPath = "whole"
+        self, batch: SequenceBatch, request: ScoreRequest, call: Call, head: HeadPath
     ) -> Iterator[ScoredTokens]:
         """Yield the wanted log-probs of `batch`, one forward pass after another."""
 
@@ -180,8 +175,9 @@ class Scorer:
 
         layouts = self._layouts(head)
         if head == "whole" and len(batch.rows) == 1:
-            # Trial rows are padded to one length, which hides a model whose numbers depend on it.
-            layouts = [layout for layout in layouts if layout != "padded"]
+            # Trial rows are padded to one length, which hides a model whose numbers depend on it. A pack shows it.
+            packed = any(self._self_test.now.records[way].tried for way in PACKED)
+            layouts = ["alone"] if packed else [layout for layout in layouts if layout != "padded"]
         layout = self._choose(layouts, head, lambda layout: parts(layout)[0].columns)
         if layout == "alone" and head != "whole":
             yield from self._score_batch(batch, request, call, "whole")

@@ -77,14 +77,13 @@ class SelfTest:
     """Compares ways to run one model, and remembers the results as long as the model stays what it is.
 
     Attributes:
-        told: the causes of what `warn_once` has told.
         now: what is known of the model that is tried, or asked about.
     """
 
     now: Verdict
 
     def __init__(self, engine: CausalLM, tokenizer: Any, *, fast: bool) -> None:
-        self.told: dict[str, str] = {}
+        self._told: dict[str, str] = {}
         self._engine = engine
         self._tokenizer = tokenizer
         self._fast = fast
@@ -173,7 +172,8 @@ class SelfTest:
         for way in ways[:-1]:
             if may_run(way):
                 return way
-        self._examine()
+        if len(ways) > 1:
+            self._examine()
         return ways[-1]
 
     def may_run(self, way: str, run: TailLogits, *, padded: bool = True, depth: int = 2, fixed: bool = False) -> bool:
@@ -213,11 +213,6 @@ class SelfTest:
             self.now.keep()
         return record.refuted > 0
 
-    @property
-    def is_causal(self) -> bool:
-        """Whether the model is known to be causal: it was examined, or read several rows as it reads each alone."""
-        return self.now.examined or any(record.tried == 2 for record in self.now.records.values())
-
     def is_refuted(self, way: str, columns: int) -> bool:
         """Return whether `way` differed from the plain forward on a forward pass as wide as this."""
         return columns >= self.now.records[way].refuted
@@ -250,7 +245,7 @@ class SelfTest:
 
     def warn_once(self, what: str, cost: str) -> None:
         """Tell the user, once, what is done in a slower way, and how much time that takes."""
-        if what in self.told:
+        if what in self._told:
             return
         causes = [record.fault for record in self.now.records.values() if record.fault]
         advice = "if another release of transformers behaves otherwise, use that one; please report the model type"
@@ -259,8 +254,13 @@ class SelfTest:
         elif not self._engine.accepts_cache:
             causes.append(TAKES_NO_CACHE)
         name, cause = type(self._engine.base).__name__, "; ".join(causes)
-        self.told[what] = cause
+        self._told[what] = cause
         _log.warning("%s: %s, which takes %s. Cause: %s; %s", name, what, cost, cause, advice)
+
+    def explained(self, way: str, what: str | None) -> str:
+        """Return the way, and why it is a slower one if `warn_once` has told of `what`."""
+        told = self._told.get(what or "")
+        return f"{way}: {told}" if told else way
 
     # The comparison ---------------------------------------------------------------------------------------------------
 

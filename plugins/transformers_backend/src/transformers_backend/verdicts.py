@@ -13,7 +13,7 @@ import os
 import platform
 import sys
 import sysconfig
-import tempfile
+import uuid
 from collections import defaultdict
 from collections.abc import Collection
 from contextlib import suppress
@@ -87,13 +87,12 @@ class Verdict:
         kept = {"file": self.file.name, "off": sorted(self.off), "ways": ways}
         with suppress(OSError):
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(dir=self.file.parent)
+            part = self.file.with_suffix(f".{uuid.uuid4().hex}")
             try:
-                with open(handle, "w") as out:
-                    json.dump(kept, out)
-                os.replace(name, self.file)
+                part.write_text(json.dumps(kept))
+                part.replace(self.file)
             finally:
-                Path(name).unlink(missing_ok=True)
+                part.unlink(missing_ok=True)
 
 
 def file_of(engine: CausalLM, rows: Ragged, *, fast: bool) -> Path | None:

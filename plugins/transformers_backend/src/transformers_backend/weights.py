@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from corelm.errors import EngineError, InvalidRequestError
-from corelm.spec import WeightUpdate, saved_shapes, whole_tensor
+from corelm.spec import WeightUpdate, as_in_checkpoint, saved_shapes, whole_tensor
+from corelm.validate import invalid
 from corelm_engine_kit import refuse_weights, shape_problems, shapes_of
 from transformers_backend.adapters import PREFIX
 from transformers_backend.engine import CausalLM
@@ -103,7 +104,7 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 def _read(engine: CausalLM, path: Path) -> Mapping[str, Tensor]:
     """Read a folder that `save_pretrained` wrote (shards included), or one file of tensors under the model's names."""
     if not path.exists():
-        raise InvalidRequestError(f"path: there is nothing at {path}; give a folder or a file of weights", field="path")
+        raise invalid("path", f"there is nothing at {path}; give a folder or a file of weights")
     if not path.is_file():
         return _translated(engine, path, "path")
     if path.suffix == ".safetensors":
@@ -117,13 +118,9 @@ def _under_own_names(engine: CausalLM, given: Mapping[str, Tensor], field: str) 
     own = max(_namings(engine), key=lambda names: len(names.keys() & given.keys()))
     if given.keys() <= own.keys():
         return given
-    # Imported here, so that listing the backends does not import transformers.
-    from transformers.core_model_loading import revert_weight_conversion
-
-    with torch.no_grad():
-        # On the meta device, converting costs neither time nor memory.
-        empty = {name: tensor.to("meta") for name, tensor in _namings(engine)[-1].items()}
-        expected = shapes_of(revert_weight_conversion(engine.base, empty))
+    # On the meta device, converting costs neither time nor memory.
+    empty = {name: tensor.to("meta") for name, tensor in _namings(engine)[-1].items()}
+    expected = shapes_of(as_in_checkpoint(engine.base, empty))
     if len(given.keys() & expected.keys()) <= len(given.keys() & own.keys()):
         return given
     tied = {name for name in engine.base.all_tied_weights_keys if name not in given}

@@ -1,6 +1,6 @@
 """Accelerations only: delete this folder, open with ``fast=False``, and the numbers stay the same, only slower.
 
-It plugs in at two places: `FastDecoder` overrides a method of `Decoder`, `FastScorer` two of `Scorer`.
+It plugs in at two places: decoding runs within `quick_products`, and `FastScorer` overrides methods of `Scorer`.
 
 ================= =====================================================================================================
 file              what it saves
@@ -17,18 +17,7 @@ Each acceleration of scoring is tried on the model and compared with the model's
 used: that step then runs as in the plain backend.
 """
 
-from contextlib import AbstractContextManager
-
-from transformers_backend.decoding import Decoder
 from transformers_backend.fast.onednn import quick_products
 from transformers_backend.fast.scoring import FastScorer
 
-
-class FastDecoder(Decoder):
-    """Decodes with quick products."""
-
-    def accelerated(self) -> AbstractContextManager[None]:
-        return quick_products(self._engine.base)
-
-
-__all__ = ["FastDecoder", "FastScorer"]
+__all__ = ["FastScorer", "quick_products"]

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from corelm.spec import Ragged
 from corelm_engine_kit.token_scores import TokenQuery, TokenScores, scores_of_logits
@@ -35,8 +34,6 @@ _log = logging.getLogger(__name__)
 _LARGE, _FEW = 2**21, 64
 #: Largest logits of the hidden states with which a head is tried. A cap bends the last ones; a scale shows in all.
 _MAGNITUDES = (1.0, 30.0, 1000.0)
-#: The witness of a formula has large logits; a state with small ones is tried as well.
-_SMALL = 1 / 30
 #: Number of ids in a set that is tried, and of most probable ones, and the temperature.
 _SOME, _TEMPERATURE = 8, 0.7
 #: Number of positions tried at each magnitude.
@@ -185,11 +182,6 @@ class HeadFormula:
     cap: float | None = None
     witness: Tensor | None = None
 
-    def logits(self, products: Tensor) -> Tensor:
-        """Return the logits for the bare products of hidden states with the head."""
-        scaled = self.scale * products
-        return scaled if self.cap is None else self.cap * torch.tanh(scaled / self.cap)
-
     def head(self, module: nn.Linear) -> TiledHead:
         return TiledHead(module.weight, module.bias, self.scale, self.cap, self.dtype)
 
@@ -292,14 +284,7 @@ def _probe(engine: CausalLM, split: SplitForward, module: nn.Linear | None, row:
     if module.weight.device != hidden.device:
         return HeadFormula("sliced")
     dtype = _product_dtype(hidden, module.weight, split.autocast)
-    formula = dtype and _tiled_formula(engine, split, module, hidden[:_TRIED], dtype)
-    return formula if formula and _answers_alike(formula, module, split) else HeadFormula("sliced")
-
-
-def _products(states: Tensor, module: nn.Linear, dtype: torch.dtype) -> Tensor:
-    """Return float64[n, V]: the products of `states` with the head, rounded to `dtype`."""
-    bias = None if module.bias is None else module.bias.to(dtype)
-    return functional.linear(states.to(dtype), module.weight.to(dtype), bias).double()
+    return (dtype and _tiled_formula(engine, split, module, hidden[:_TRIED], dtype)) or HeadFormula("sliced")
 
 
 def _product_dtype(hidden: Tensor, weight: Tensor, autocast: torch.dtype | None) -> torch.dtype | None:
@@ -329,13 +314,14 @@ def _hidden_if_sliceable(engine: CausalLM, split: SplitForward, row: Tensor) -> 
 def _tiled_formula(
     engine: CausalLM, split: SplitForward, module: nn.Linear, hidden: Tensor, dtype: torch.dtype
 ) -> HeadFormula | None:
-    """Return the scale and cap that turn the head's matrix product into the model's own logits, or None."""
-    largest = float(_products(hidden, module, dtype).abs().max())
+    """Return the scale and cap with which tiles give the model's own logits and answers, or None."""
+    bare = TiledHead(module.weight, module.bias, dtype=dtype)
+    largest = float(bare.logits(hidden).abs().max())
     if not 0.0 < largest < float("inf"):
         # If all products are zero, for example, every formula would fit.
         return None
     states = torch.cat([hidden * (magnitude / largest) for magnitude in _MAGNITUDES])
-    products, logits = _products(states, module, dtype), split.logits(states).double()
+    products, logits = (each.double() for each in (bare.logits(states), split.logits(states)))
     if products.shape != logits.shape:
         # The model cuts its logits, for example to the vocabulary without padding.
         return None
@@ -344,10 +330,7 @@ def _tiled_formula(
         scale = float((flat * products[:_TRIED]).sum() / products[:_TRIED].square().sum())
         scale = 1.0 if abs(scale - 1.0) < 1e-4 else scale
         formula = HeadFormula("tiled", dtype, scale, cap, witness=states[_TRIED : _TRIED + 1])
-        if all(
-            _equal_but_for_rounding(made, wanted, dtype)
-            for made, wanted in zip(formula.logits(products).split(_TRIED), logits.split(_TRIED), strict=True)
-        ):
+        if _agrees(formula.head(module), states, logits, dtype):
             return formula
     return None
 
@@ -366,13 +349,17 @@ def _equal_but_for_rounding(found: Tensor, wanted: Tensor, dtype: torch.dtype) -
     return torch.allclose(found, wanted, rtol=0.0, atol=tolerance)
 
 
-def _answers_alike(formula: HeadFormula, module: nn.Linear, split: SplitForward) -> bool:
-    """Return whether tiles answer all that may be asked of a position as the model's own logits do."""
-    assert formula.witness is not None
-    head, states = formula.head(module), torch.cat([formula.witness, formula.witness * _SMALL] * 3)
-    logits = split.logits(states).float()
+def _agrees(head: TiledHead, states: Tensor, logits: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether tiles give these logits of states of each magnitude, and answer as the logits do all that may be
+    asked of a position: of a state with large logits and of one with small ones, three times each.
+    """
+    some = torch.tensor([_TRIED, 0] * 3, device=states.device)
+    few = logits[some].float()
     try:
-        alike = all(_alike(head.scores(states, query), logits, query, formula.dtype) for query in _queries(logits))
+        pairs = zip(head.logits(states).double().split(_TRIED), logits.split(_TRIED), strict=True)
+        if not all(_equal_but_for_rounding(made, wanted, dtype) for made, wanted in pairs):
+            return False
+        alike = all(_alike(head.scores(states[some], query), few, query, dtype) for query in _queries(few))
     except Exception as error:
         if is_device_failure(error):
             raise

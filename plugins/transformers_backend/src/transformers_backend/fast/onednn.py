@@ -11,7 +11,7 @@ import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor, nn
@@ -58,7 +58,8 @@ def quick_products(model: nn.Module) -> Iterator[None]:
                 continue
             if part.weight.numel() >= _SMALL and is_quicker(part.weight):
                 # Only the layer's own forward is replaced, so what the model and hooks do around it stays in force.
-                replaced.append((vars(part), _QuickForward(part)))
+                # Not a closure: a copy of the model that is made meanwhile would compute with these weights.
+                replaced.append((vars(part), partial(_forward, part)))
     for own, forward in replaced:
         own["forward"] = forward
     try:
@@ -70,24 +71,14 @@ def quick_products(model: nn.Module) -> Iterator[None]:
                 del own["forward"]
 
 
-class _QuickForward:
-    """The forward of a linear layer.
-
-    An object, because a copy of the model that is made meanwhile has to have one of its own: copying a function copies
-    nothing, and the layer's copy would compute with these weights.
-    """
-
-    def __init__(self, layer: nn.Linear) -> None:
-        self._layer = layer
-
-    def __call__(self, hidden: Tensor) -> Tensor:
-        # The weights are read here, because an update may replace them between two steps.
-        weight, bias = self._layer.weight, self._layer.bias
-        size = weight.numel()
-        pays = size >= _LARGE or size * hidden.shape[:-1].numel() >= _pays_from()
-        if pays and hidden.dtype == torch.float32 and is_quicker(weight) and not torch.is_grad_enabled():
-            return product(hidden, weight, bias)
-        return linear(hidden, weight, bias)
+def _forward(layer: nn.Linear, hidden: Tensor) -> Tensor:
+    # The weights are read here, because an update may replace them between two steps.
+    weight, bias = layer.weight, layer.bias
+    size = weight.numel()
+    pays = size >= _LARGE or size * hidden.shape[:-1].numel() >= _pays_from()
+    if pays and hidden.dtype == torch.float32 and is_quicker(weight) and not torch.is_grad_enabled():
+        return product(hidden, weight, bias)
+    return linear(hidden, weight, bias)
 
 
 @cache

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from corelm.spec import Ragged, ScoreRequest
-from corelm_engine_kit.loop import Call
-from corelm_engine_kit.token_scores import ScoredTokens, TokenQuery, TokenScores
+from corelm_engine_kit.token_scores import TokenQuery, TokenScores
 from corelm_engine_kit.transfer import to_device
 from transformers_backend.engine import CausalLM
 from transformers_backend.fast import onednn
@@ -38,7 +37,6 @@ from transformers_backend.scoring import (
     ReadBatch,
     RowLayout,
     Scorer,
-    ScoringPath,
     padded_batch,
     states_at,
     tokens_per_pass,
@@ -75,21 +73,11 @@ class FastScorer(Scorer):
         self._split = SplitForward(engine)
         self._head = ScoringHead(engine, self._split, self_test)
 
-    def _score_batch(
-        self, batch: SequenceBatch, request: ScoreRequest, call: Call, head: HeadPath | None = None
-    ) -> Iterator[ScoredTokens]:
-        if head is None and not request.grad and self._is_short_row(batch):
-            if not self._self_test.is_causal:
-                # The trial of the way that others go tells it.
-                path = self._head.path(int(batch.wanted.sum()))
-                self._choose(self._layouts(path), path, lambda layout: 0)
-            yield from self._score_short_row(batch, request, call)
-            return
-        if head is None:
-            head = self._head.path(int(batch.wanted.sum()), grad=request.grad)
-            if head == "tiled" and request.return_logits:
-                head = "sliced"
-        yield from super()._score_batch(batch, request, call, head)
+    def _head_path(self, batch: SequenceBatch, request: ScoreRequest) -> HeadPath:
+        if not request.grad and self._is_short_row(batch):
+            return "whole"
+        path = self._head.path(int(batch.wanted.sum()), grad=request.grad)
+        return "sliced" if path == "tiled" and request.return_logits else path
 
     def _scores(self, head: HeadPath, states: Tensor, slots: Tensor, query: TokenQuery, repeated: bool) -> TokenScores:
         inverse = None
@@ -115,30 +103,13 @@ class FastScorer(Scorer):
         weight = getattr(self._engine.base.get_output_embeddings(), "weight", None)
         return not (isinstance(weight, Tensor) and onednn.is_quicker(weight))
 
-    def _score_short_row(self, batch: SequenceBatch, request: ScoreRequest, call: Call) -> Iterator[ScoredTokens]:
-        """Yield the scores of the only row of a batch, from its plain forward and with as few operations as possible:
-        each costs a tenth of a millisecond, because the forward has pushed its code out of the caches.
-        """
-        call.deadline.check()
-        if call.aborted_among(batch.rows):
-            return
-        engine, ids = self._engine, batch.inputs.values
-        alike = engine.rope_switch is None and not (engine.adapter_reads_ids or self._self_test.now.quantized)
-        if len(ids) % 4 == 3 and alike and len(ids) < (engine.max_context or 0) and engine.device.type == "cpu":
-            # With AVX-512, MKL multiplies four rows in 5 % less time than three. No position sees a later one.
-            ids = torch.cat([ids, ids[-1:]])
-        logits, slots = engine.plain_logits(ids), batch.wanted.nonzero()[:, 0]
-        index = batch.index[slots]
-        query = TokenQuery.of(request, batch.targets[slots], index)
-        yield ScoredTokens(index, self._scores("whole", logits, slots, query, False))
-        self.path = ScoringPath("whole", "alone", 0 if self.path is None else self.path.shared)
-
     # Packed or padded -------------------------------------------------------------------------------------------------
 
     def _layouts(self, head: HeadPath) -> Sequence[RowLayout]:
-        packs = head != "whole" and self._engine.passes_positions and may_pack(self._engine.base)
-        may: dict[RowLayout, bool] = {"packed": packs, "fused": packs and self._joint(self._engine.device) is not None}
-        return (*(layout for layout in PACKED if may[layout]), *PLAIN_LAYOUTS)
+        if head == "whole" or not (self._engine.passes_positions and may_pack(self._engine.base)):
+            return PLAIN_LAYOUTS
+        fuses = self._joint(self._engine.device) is not None
+        return *(PACKED if fuses else PACKED[1:]), *PLAIN_LAYOUTS
 
     def _read_batches(
         self, rows: Ragged, layout: RowLayout, head: HeadPath, *, trial: bool = False
@@ -160,13 +131,13 @@ class FastScorer(Scorer):
     def _read(self, rows: Ragged, part: ReadBatch, layout: RowLayout, head: HeadPath) -> Tensor:
         if head == "whole":
             return super()._read(rows, part, layout, head)
-        device, packed = self._engine.device, part.packed
+        device = self._engine.device
         with quick_products(self._split.body()):
-            if packed is None:
+            if not isinstance(part, PackedRows):
                 return self._split.hidden(**self._engine.inputs(rows.select(part.rows), "right")).flatten(0, 1)
             joint = self._joint(device) if layout == "fused" else None
-            with attention_per_segment(self._engine.base, packed.segments, joint):
-                ids, positions = (to_device(each[None], device) for each in (packed.ids, packed.positions))
+            with attention_per_segment(self._engine.base, part.segments, joint):
+                ids, positions = (to_device(each[None], device) for each in (part.ids, part.positions))
                 return self._split.hidden(input_ids=ids, position_ids=positions, attention_mask=None)[0]
 
     def _drops_out(self) -> bool:
@@ -199,8 +170,8 @@ class FastScorer(Scorer):
 # Rows without padding -----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
-class PackedRows:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PackedRows(ReadBatch):
     """Rows one after another in one row of slots.
 
     Attributes:
@@ -211,7 +182,7 @@ class PackedRows:
 
     ids: Tensor
     positions: Tensor
-    segments: tuple[PackedSegment, ...]
+    segments: Sequence[PackedSegment]
 
 
 def packed_batches(
@@ -250,7 +221,8 @@ def _packed(rows: Ragged, pack: Sequence[tuple[int, int]]) -> ReadBatch:
     ids, positions = (torch.empty(total, dtype=torch.int64) for _ in range(2))
     # The slots of a shared start are written more than once, each time with the same values.
     ids[index.values], positions[index.values] = picked.values.cpu(), picked.positions
-    return ReadBatch(chosen, index, total, PackedRows(ids, positions, tuple(segments)))
+    shared = len(index.values) - total
+    return PackedRows(chosen, index, total, shared, ids=ids, positions=positions, segments=segments)
 
 
 def _in_order(rows: Ragged) -> tuple[list[int], list[int]]:
