@@ -12,7 +12,7 @@ import math
 import operator
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import wraps
+from functools import lru_cache, wraps
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from corelm.errors import InvalidRequestError
@@ -270,9 +270,14 @@ def did_you_mean(name: Any, known: Iterable[str]) -> str:
 
 def nearest(name: Any, known: Iterable[str]) -> str | None:
     """Return the known name that is spelt most like `name`; None if none is close."""
+    return _nearest(str(name), tuple(known))
+
+
+# `hasattr` and the keys of many messages ask for the same few names again and again.
+@lru_cache(256)
+def _nearest(name: str, known: tuple[str, ...]) -> str | None:
     # One letter is a large part of a short name.
-    cutoff = 0.8 if len(str(name)) > 4 else 0.65
-    return next(iter(difflib.get_close_matches(str(name), list(known), 1, cutoff)), None)
+    return next(iter(difflib.get_close_matches(name, known, 1, 0.8 if len(name) > 4 else 0.65)), None)
 
 
 def checks_names(*others: Callable[..., Any]) -> Callable[[F], F]:

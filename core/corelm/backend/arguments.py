@@ -8,7 +8,6 @@ another thread, or together with other calls (`corelm.batching`). Functions name
 
 from __future__ import annotations
 
-import inspect
 import operator
 import uuid
 from array import array
@@ -64,7 +63,6 @@ def prepare_generation(
     continue_from: GenerateResult | None = None,
     on_tokens: Listener | None = None,
     new_turn: bool = False,
-    **unknown: Any,
 ) -> PreparedCall[GenerateResult]:
     """Check the arguments of `Backend.generate`, which documents them and the errors.
 
@@ -74,8 +72,6 @@ def prepare_generation(
         on_tokens: takes the tokens of the answers as they come.
         new_turn: whether the streamed text of an answer is a message, and does not continue the text of its prompt.
     """
-    if unknown:
-        raise _unknown(prepare_generation, "generate", unknown)
     engine.require_open()
     capabilities, weights = engine.capabilities, engine.weights
     if not isinstance(sampling, SamplingParams):
@@ -226,15 +222,12 @@ def prepare_scoring(
     support: Any = None,
     top_k: int = 0,
     top_ids: Any = None,
-    **unknown: Any,
 ) -> PreparedCall[ScoreResult]:
     """Check the arguments of `Backend.score_logprobs`, which documents them and the errors.
 
     Args:
         problems, read: as for `prepare_generation`.
     """
-    if unknown:
-        raise _unknown(prepare_scoring, "score_logprobs", unknown)
     engine.require_open()
     capabilities, weights = engine.capabilities, engine.weights
     rows = sequences.clone() if read else rows_of_ids(sequences, "sequences", engine, copy=True)
@@ -306,12 +299,13 @@ def prepare_scoring(
     )
 
 
-def _unknown(prepare: Callable[..., Any], function: str, unknown: Mapping[str, Any]) -> TypeError:
-    """Return the error of keywords that `generate` or `score_logprobs` does not have."""
-    name, known = next(iter(unknown)), inspect.signature(prepare).parameters
-    sampled = {ALIASES.get(each, each): value for each, value in unknown.items() if ALIASES.get(each, each) in FIELDS}
-    instead = f"; give sampling={sampled}" if sampled and "sampling" in known else instead_of(name, known)
-    return TypeError(f"{function} has no argument {name!r}{instead}")
+def refuse_unknown(method: Callable[..., Any], given: Mapping[str, Any], *also: str) -> None:
+    """Refuse keywords that neither a `method` of `Backend` has nor, as some `also`, the variant that passes them on."""
+    known = method.__annotations__.keys() - {"unknown", "return"}
+    if unknown := [name for name in given if name not in known.union(also)]:
+        sampled = {ALIASES.get(each, each): given[each] for each in unknown if ALIASES.get(each, each) in FIELDS}
+        instead = f"; give sampling={sampled}" if sampled and "sampling" in known else instead_of(unknown[0], known)
+        raise TypeError(f"{method.__name__} has no argument {unknown[0]!r}{instead}")
 
 
 def _adapter(engine: OpenEngine, given: Any) -> Adapter:
@@ -489,21 +483,16 @@ def seeds_of_call(engine: OpenEngine, sampling: SamplingParams, rows: int, given
             engine.require("per_answer_seeds", "it does not honour seeds; leave the seed out")
         return None
     if given is not None:
-        return seeds(given, rows * samples)
+        found = _integers(given, rows * samples, "seeds")
+        if bool((found < 0).any()):
+            raise invalid("seeds", "expected integers in [0, 2**63), got a negative one")
+        return found
     if capabilities.seeds_are_costly and (sampling.seed is None or greedy):
         return None
     # Greedy decoding draws nothing, so torch's generator is left as it was. Otherwise, without a seed,
     # torch.manual_seed governs the answers, as it governs everything else that a torch user samples.
     seed = 0 if greedy else int(torch.randint(2**62, ())) if sampling.seed is None else sampling.seed
     return _mixed([seed], (0,), range(rows), range(samples))
-
-
-def seeds(given: Any, answers: int) -> Tensor:
-    """Return int64[answers], each seed in [0, 2**63)."""
-    found = _integers(given, answers, "seeds")
-    if bool((found < 0).any()):
-        raise invalid("seeds", "expected integers in [0, 2**63), got a negative one")
-    return found
 
 
 def answer_seeds(seed: int, rows: Iterable[int], samples: int = 1) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from corelm.backend import arguments
-from corelm.backend.arguments import prepare_generation, prepare_scoring
+from corelm.backend.arguments import prepare_generation, prepare_scoring, refuse_unknown
 from corelm.backend.call_log import logger
 from corelm.backend.engine import OpenEngine, PreparedCall, R
 from corelm.backend.engine_call import Listener
@@ -133,8 +133,8 @@ class Backend:
         result: R = self.engine.call(call)
         return result
 
-    #: Entered by a policy while it reads its input, and again while it writes its result; see `DynamicBatcher`.
-    host_turn: Callable[[], AbstractContextManager[None]] = nullcontext
+    #: Entered by a policy, with its timeout, while it reads its input, and again while it writes; see `DynamicBatcher`.
+    host_turn: Callable[[float | None], AbstractContextManager[object]] = nullcontext
 
     def submit(self, call: PreparedCall[R], *, block: bool = False) -> Future[R]:
         """Start a prepared call and return its future at once; see `submit_generate`. This makes it on a new thread.
@@ -236,6 +236,8 @@ class Backend:
             BackendTimeoutError: the engine did not answer in time.
             BackendClosedError: the backend was closed.
         """
+        if unknown:
+            refuse_unknown(Backend.generate, unknown)
         return self.run(
             prepare_generation(
                 self.engine,
@@ -250,7 +252,6 @@ class Backend:
                 return_support=return_support,
                 top_logprobs=top_logprobs,
                 continue_from=continue_from,
-                **unknown,
             )
         )
 
@@ -270,6 +271,7 @@ class Backend:
             InvalidRequestError, CapabilityError: as for `generate`; raised here and not by the future.
             QueueFullError: a batcher with ``on_full="raise"`` has no room.
         """
+        refuse_unknown(Backend.generate, options, "on_tokens", "new_turn")
         return self.submit(prepare_generation(self.engine, prompts, sampling, **options), block=True)
 
     def score_logprobs(
@@ -317,6 +319,8 @@ class Backend:
             CapabilityError: the engine cannot score, or cannot score like this.
             EngineError, BackendTimeoutError, BackendClosedError: as for `generate`.
         """
+        if unknown:
+            refuse_unknown(Backend.score_logprobs, unknown)
         return self.run(
             prepare_scoring(
                 self.engine,
@@ -334,12 +338,12 @@ class Backend:
                 support=support,
                 top_k=top_k,
                 top_ids=top_ids,
-                **unknown,
             )
         )
 
     def submit_score_logprobs(self, sequences: Any, **options: Any) -> Future[ScoreResult]:
         """Start `score_logprobs`, with the same arguments, and return its future; see `submit_generate`."""
+        refuse_unknown(Backend.score_logprobs, options)
         return self.submit(prepare_scoring(self.engine, sequences, **options), block=True)
 
     def to_containers(self, request: records.ContainerRequest) -> TensorDict:
@@ -412,6 +416,7 @@ class Backend:
     def _plan(
         self, prompts: Any, sampling: Any, options: Mapping[str, Any], listener: Listener
     ) -> tuple[PreparedCall[GenerateResult], Callable[[GenerateResult], GenerateResult]]:
+        refuse_unknown(Backend.generate, options, "new_turn")
         return prepare_generation(self.engine, prompts, sampling, on_tokens=listener, **options), lambda result: result
 
     # Weights, sleep, health ------------------------------------------------------------------------------------------

@@ -58,8 +58,7 @@ class ServedRows:
 
 def admitted(problems: Problems, rows: int, on_error: OnError, field: str) -> Tensor:
     """Return int64: the numbers of the rows to serve. Unless `on_error` is "skip", refuse all bad rows together."""
-    if not isinstance(on_error, str) or on_error not in ("raise", "skip"):
-        validate.one_of("on_error", on_error, ("raise", "skip"))
+    validate.one_of("on_error", on_error, ("raise", "skip"))
     if on_error == "raise":
         refuse(problems, field)
     return ServedRows.without(problems, rows).index

@@ -21,7 +21,7 @@ from corelm.errors import EngineError, is_main_thread
 from corelm.spec.records import GenerateRequest, When
 from corelm.spec.row_results import RowAnswer, generate_result
 from corelm.tensors.modes import CallerModes, no_inference_mode
-from corelm.validate import invalid, shown
+from corelm.validate import invalid, seconds, shown
 
 T = TypeVar("T")
 
@@ -142,15 +142,18 @@ class DynamicBatcher(Backend):
         return answer
 
     @contextmanager
-    def host_turn(self) -> Iterator[None]:
+    def host_turn(self, timeout: float | None = None) -> Iterator[None]:
         """Let the policies of one thread at a time read and write, if callers are answered together.
 
         Each operation of torch releases the interpreter's lock. Among many callers who go on at the same time, each
         release would switch threads, and reading and writing would take three times as long. No thread waits longer
-        than 0.25 s, as one that reads or writes may run code of its caller (a parser of answers) that waits for others.
+        than 0.25 s, as one that reads or writes may run code of its caller (a parser of answers) that waits for others,
+        or than half the `timeout` of its call. The engine then has the whole timeout.
         """
+        allowed = self.timeout if timeout is None else seconds("timeout", timeout)
+        longest = _LONGEST_WAIT if allowed is None else min(allowed / 2, _LONGEST_WAIT)
         # An interrupt, which comes to the main thread only, could leave the lock taken.
-        taken = self._host is not None and not is_main_thread() and self._host.acquire(timeout=_LONGEST_WAIT)
+        taken = self._host is not None and not is_main_thread() and self._host.acquire(timeout=longest)
         try:
             yield
         finally:
@@ -172,11 +175,9 @@ class DynamicBatcher(Backend):
 
     def _ticket(self, call: PreparedCall[Any], *, turn: bool = False) -> QueuedCall:
         modes = CallerModes()
-        given: dict[str, Any] = {"batcher": self, "rows": call.rows, "tokens": call.tokens, "modes": modes}
-        given["timeout"] = call.request.timeout
-        if turn:
-            return QueuedCall(prepared=None, **given)
-        return QueuedCall(prepared=call, key=sharing_key(call, modes), **given)
+        prepared, key = (None, None) if turn else (call, sharing_key(call, modes))
+        asked: dict[str, Any] = {"rows": call.rows, "tokens": call.tokens, "timeout": call.request.timeout}
+        return QueuedCall(prepared=prepared, key=key, batcher=self, modes=modes, **asked)
 
     def _in_turn(self, change: Callable[[], T], when: When = "drain") -> T:
         if when != "drain":

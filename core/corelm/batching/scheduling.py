@@ -7,6 +7,7 @@ for `wait` seconds.
 from __future__ import annotations
 
 import itertools
+import math
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -237,18 +238,20 @@ class TicketQueue(Generic[T]):
 
     def _batch(self, group: Hashable, tickets: Iterable[T]) -> tuple[list[T], bool]:
         batch: list[T] = []
-        rows = tokens = 0
+        rows, tokens = (most or math.inf for most in (self.limits.max_batch_size, self.limits.max_batch_tokens))
         for ticket in tickets:
             if batch and ticket.barrier:
                 return batch, True
             if ticket.group != group:
                 continue
-            if batch and not self.limits.fits(rows + ticket.rows, tokens + ticket.tokens):
+            # What is left of the limits.
+            rows, tokens = rows - ticket.rows, tokens - ticket.tokens
+            if batch and min(rows, tokens) < 0:
                 return batch, True
-            rows, tokens = rows + ticket.rows, tokens + ticket.tokens
             batch.append(ticket)
-        alone = isinstance(group, int)
-        return batch, alone or not self.limits.fits(rows + 1, tokens + 1)
+            if ticket.key is None or min(rows, tokens) < 1:
+                return batch, True
+        return batch, False
 
     def _due(self, head: T) -> float:
         return head.arrived + self._timeout

@@ -78,9 +78,8 @@ def assemble(request: ContainerRequest) -> TensorDict:
         masks |= {} if request.assistant is None else {"all_assistant_mask": request.assistant}
         out["masks"] = container(Masks, masks, shape, **layout)
     if "log_probs" in wanted:
-        out["log_probs"] = container(
-            LogProbs, _log_probs(request, None if dense else answered), shape, split=True, **layout
-        )
+        scores = _log_probs(request, None if dense else answered)
+        out["log_probs"] = container(LogProbs, scores, shape, split=True, **layout)
     if request.argmax is not None:
         argmax = container(PerToken, {"full": request.argmax}, shape, **layout)
         out["argmax"] = argmax.full if dense else argmax

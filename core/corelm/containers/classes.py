@@ -64,9 +64,17 @@ NO_ID = dict.fromkeys((SETS, "top_ids"), -1)
 EXPLAINING = frozenset({"padded", "scored_mask", "provenance", SETS, COUNTS})
 
 
-def _field(reader: Reader, name: str) -> property:
-    # tensordict handles the setting of fields. It gives each a descriptor, which this replaces.
-    return property(lambda container: reader(container, name))
+class _Field:
+    """A field of instances, read with a function. It replaces the descriptor of tensordict, which handles setting."""
+
+    def __init__(self, name: str, reader: Reader) -> None:
+        self._name, self._reader = name, reader
+
+    def __get__(self, container: Any, owner: type | None = None) -> Any:
+        if container is None:
+            # A dataclass that derives from a container would take anything else for the default of the field.
+            raise AttributeError(f"{self._name!r} is a field of instances of {owner}, not of the class")
+        return self._reader(container, self._name)
 
 
 def field_readers(default: Reader, **readers: Reader) -> Callable[[K], K]:
@@ -127,7 +135,7 @@ def field_readers(default: Reader, **readers: Reader) -> Callable[[K], K]:
         # A TensorDict that selects ("tokens", "full") calls `_select` of its Tokens.
         cls.select = cls._select = select
         for name, reader in by_name.items():
-            setattr(cls, name, _field(reader, name))
+            setattr(cls, name, _Field(name, reader))
         return cls
 
     return decorate
@@ -610,9 +618,8 @@ def container_of_rows(
     shapes: dict[str, Shape] = {}
     for name, value in given.items():
         if value is not None:
-            fields[name], shapes[name] = read_rows(
-                value, dtype if isinstance(dtype, torch.dtype) else dtype[name], name
-            )
+            kind = dtype if isinstance(dtype, torch.dtype) else dtype[name]
+            fields[name], shapes[name] = read_rows(value, kind, name)
     if not fields:
         raise InvalidRequestError(f"{cls.__name__}: pass the rows of a field: {', '.join(given)}", field="full")
     if len({*shapes.values()}) > 1:

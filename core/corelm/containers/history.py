@@ -41,8 +41,7 @@ class History(TensorClass["nocast"]):
             InvalidRequestError: the lists have an uneven shape, `chats` is an iterator, which can be read
                 only once, or messages are malformed; `rows` are the conversations at fault.
         """
-        flat, shape = _flatten(chats)
-        return cls.of(flat, shape)
+        return cls.of(*_flatten(chats))
 
     @classmethod
     def of(cls, chats: Iterable[Sequence[Message | Mapping[str, Any]]], batch_size: Sequence[int]) -> History:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -164,8 +165,7 @@ def _tokens_by_parent(held: TensorDictBase, containers: Mapping[Path, Any]) -> d
         paths = [path for path in containers if path[:-1] == parent]
         made, root = TokenRows(held, paths, masks_of(held, paths[0])), found.get(())
         if root is not None and torch.equal(root.lengths, made.lengths):
-            # Numbers under `next` belong to the tokens at the root.
-            made = TokenRows(held, [*paths, *root.paths], made.masks)
+            made = replace(made, root=root)
         found[parent] = made
     return found
 
@@ -192,10 +192,12 @@ def _refuse_unnamed(found: Mapping[Path, Any], tokens: Mapping[Path, TokenRows],
     """Refuse plain tensors that may belong to the tokens and would no longer line up with them."""
     for path, value in found.items():
         rows = tokens.get(path[:-1], tokens.get(()))
-        if rows is None or rows.mask is None or not isinstance(value, Tensor) or value.ndim <= dims:
+        if rows is None or not isinstance(value, Tensor) or value.ndim <= dims:
             continue
-        stays = pad_output and torch.equal(rows.mask.cpu(), rows.narrowest.mask)
-        if value.shape[dims] == rows.mask.shape[-1] > 1 and not stays:
+        masks = (dense_mask(found[at]) for each in (rows, rows.root) if each is not None for at in each.paths)
+        mask = next((one for one in masks if one is not None), torch.empty(0))
+        stays = pad_output and torch.equal(mask.reshape(-1).bool().cpu(), rows.narrowest.mask.reshape(-1))
+        if value.shape[dims] == mask.shape[-1] > 1 and not stays:
             name = ".".join(path)
             raise invalid(
                 name,

@@ -141,12 +141,13 @@ def ragged(td: TensorDictBase, key: NestedKey, *, masks: NestedKey = "masks") ->
         parts = [ragged(row, key, masks=masks) for row in rows(held)]
         values = of_one_width([part.values for part in parts], key)
         return Ragged.cat([part.with_values(one) for part, one in zip(parts, values, strict=True)])
-    mask = values >= 0 if name == SETS else _attention_columns(values, attention, name, masks)
+    mask = values >= 0 if name == SETS else _attention_columns(values, attention, key, masks)
     return Ragged(values[mask], mask.sum(-1).flatten())
 
 
-def _attention_columns(values: Tensor, attention: Any, name: str, masks: NestedKey) -> Tensor:
+def _attention_columns(values: Tensor, attention: Any, key: NestedKey, masks: NestedKey) -> Tensor:
     """Return the columns of the attention mask that belong to a dense field: prompts come first, responses last."""
+    name = key_parts(key)[-1]
     shape = values.shape[:-1] if name in WIDE else values.shape
     width = shape[-1]
     if isinstance(attention, Tensor):
@@ -156,7 +157,7 @@ def _attention_columns(values: Tensor, attention: Any, name: str, masks: NestedK
         if mask.shape == shape:
             return as_mask(mask, str(masks)).to(values.device)
     found = f"a mask of shape {tuple(attention.shape)}" if isinstance(attention, Tensor) else "no dense mask"
-    needs = f"the dense field {name!r} of shape {tuple(values.shape)} needs the attention mask of its rows to tell"
+    needs = f"the dense field {key!r} of shape {tuple(values.shape)} needs the attention mask of its rows to tell"
     raise InvalidRequestError(f"{needs} tokens from pads, but {masks!r} holds {found}", field=str(masks))
 
 
@@ -335,11 +336,13 @@ class TokenRows:
         td: holds the containers. It may have fewer batch dimensions than these.
         paths: where they are. Of a field that several have, that of the first one counts.
         masks: the key of the `Masks` that tell tokens from pads in dense tensors.
+        root: the same tokens at the root, which may be split where these, under ``next``, are not.
     """
 
     td: TensorDictBase
     paths: Sequence[Path]
     masks: NestedKey
+    root: TokenRows | None = None
 
     @classmethod
     def of(cls, td: TensorDictBase) -> TokenRows | None:
@@ -384,8 +387,9 @@ class TokenRows:
             return prompt.lengths
         if (response := self._field("response")) is not None:
             return self.lengths - response.lengths
-        marks = self._field("all_response_mask")
-        return None if marks is None else self.lengths - marks.sums()
+        if (marks := self._field("all_response_mask")) is not None:
+            return self.lengths - marks.sums()
+        return None if self.root is None else self.root.prompt_lengths
 
     @cached_property
     def everywhere(self) -> Ragged:
@@ -418,15 +422,16 @@ class TokenRows:
 
     def ids(self) -> tuple[Ragged, Tensor | None]:
         """Return the ids of the `Tokens`, which come first, on the CPU, and `prompt_lengths` if they are split."""
-        ids, start = token_ids(self.td, self.paths[0], self.masks)
-        must_have_lengths(ids.lengths, self.lengths, ".".join(self.paths[0]))
+        path, (ids, start) = self.paths[0], token_ids(self.td, self.paths[0], self.masks)
+        fields = {*self.td.get(path).keys()} - {"padded"}
+        must_have_lengths(ids.lengths, self.lengths, ".".join((*path, *fields) if len(fields) == 1 else path))
         return ids, start
 
     def read(self, key: NestedKey) -> Ragged:
         """Return a field of a container as rows as long as the tokens; a response has zeros in front."""
         *path, name = key_parts(key)
-        if self.mask is not None and name not in ("prompt", "response"):
-            return self.ragged(self.flat(getattr(self.td.get(tuple(path)), name), key))
+        if self.mask is not None and name not in ("prompt", "response") and is_dense(held := self.td.get(tuple(path))):
+            return self.ragged(self.flat(getattr(held, name), key))
         values = ragged(self.td, key, masks=self.masks)
         if name == "response" and self.prompt_lengths is not None:
             before = Ragged.full(self.prompt_lengths, 0, values.values.dtype)

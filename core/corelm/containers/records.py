@@ -31,9 +31,6 @@ from corelm.tensors.ragged import Ragged, unreadable
 
 Columns = dict[str, Sequence[Any]]
 
-#: Names of the columns that say where in the batch a record comes from.
-_INDEX = ("row", "sample")
-
 
 def to_records(
     td: TensorDictBase, by: Literal["row", "token"] = "row", *, tokenizer: Any = None
@@ -114,7 +111,7 @@ def _index(td: TensorDictBase) -> Columns:
     """Return the index of every row, one column per batch dimension."""
     shape = tuple(td.batch_size) or (1,)
     indices = list(product(*map(range, shape)))
-    names = [*_INDEX, *(f"index_{dim}" for dim in range(len(_INDEX), len(shape)))]
+    names = ["row", "sample", *(f"index_{dim}" for dim in range(2, len(shape)))]
     return {names[dim]: [index[dim] for index in indices] for dim in range(len(shape))}
 
 

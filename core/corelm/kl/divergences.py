@@ -74,11 +74,8 @@ class Terms:
         one_of("kind", self.kind, DIVERGENCES)
         beta = number("beta", self.beta, 0.0, above=True)
         if not beta < 1.0:
-            raise invalid(
-                "beta",
-                f"expected a number above 0 and below 1, got {shown(self.beta)}; at 0 and 1 the divergence is 0: pass "
-                "kind='forward_kl' or kind='reverse_kl'",
-            )
+            instead = "at 0 and 1 the divergence is 0: pass kind='forward_kl' or kind='reverse_kl'"
+            raise invalid("beta", f"expected a number above 0 and below 1, got {shown(self.beta)}; {instead}")
         object.__setattr__(self, "beta", beta)
 
     @torch.no_grad()

@@ -159,10 +159,7 @@ def aggregate(values: Tensor | Ragged, mask: Tensor | Ragged | None = None, how:
             raise invalid("mask", "expected a Ragged with rows of the same lengths as those of values")
         values = values.to_padded(0.0)
     if not isinstance(values, Tensor):
-        raise invalid(
-            "values",
-            f"expected a tensor or a Ragged, got {type(values).__name__}{_ROWS}",
-        )
+        raise invalid("values", f"expected a tensor or a Ragged, got {type(values).__name__}{_ROWS}")
     where, values = counted_positions(mask, values), values.to(wide_dtype(values))
     sums, counts = torch.where(where, values, 0.0).sum(-1), where.to(values.dtype).sum(-1)
     if how == "token-sum":

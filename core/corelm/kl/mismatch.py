@@ -174,9 +174,7 @@ def mismatch_by_version(td: TensorDictBase, **options: Unpack[MismatchOptions]) 
     keys, pair = correction.keys, read_pair(td, correction.keys)
     labels, index = _token_versions(pair.rows, keys.gen)
     places = index.to(pair.mask.device)
-    parts = {
-        label: Pair(pair.gen, pair.ref, pair.mask & (places == place), pair.rows) for place, label in enumerate(labels)
-    }
+    parts = {label: pair._replace(mask=pair.mask & (places == place)) for place, label in enumerate(labels)}
     return {label: _report(part, correction) for label, part in parts.items() if bool(part.mask.any())}
 
 

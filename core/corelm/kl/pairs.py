@@ -128,9 +128,7 @@ def rows_of(td: TensorDictBase, key: NestedKey, masks_key: NestedKey) -> tuple[T
     try:
         masks, _ = find_entry(td, masks_key, first=here)
         if not isinstance(masks, Masks):
-            raise InvalidRequestError(
-                f"{masks_key!r}: expected Masks, got {type(masks).__name__}", field=str(masks_key)
-            )
+            raise invalid(str(masks_key), f"expected Masks, got {type(masks).__name__}")
         view.set(masks_key, masks)
     except MissingKeyError:
         if is_dense(log_probs):
@@ -145,7 +143,7 @@ def scores(rows: TokenRows, full: NestedKey) -> tuple[Tensor, Tensor]:
     path = key_parts(full)[:-1]
     values, scored = rows.log_probs(path)
     if rows.mask is not None and "scored_mask" in rows.td.get(path).keys():
-        outside = (dense := rows.td.get(path).scored_mask.reshape(rows.mask.shape)) & ~rows.mask.to(dense.device)
+        outside = ((dense := rows.td.get(path).scored_mask.reshape(rows.mask.shape)) != 0) & ~rows.mask.to(dense.device)
         what = f"it is scored where the masks have a pad, {_OTHER_COLUMNS}"
         refuse(dict.fromkeys(outside.any(-1).nonzero().flatten().tolist(), what), str(full))
     return values.values, scored.values

@@ -147,10 +147,10 @@ class LLMPolicy(_NotMoved, TensorDictModuleBase):
         if torch.is_inference_mode_enabled():
             with no_inference_mode():
                 return self.forward(tensordict, seed=seed, timeout=timeout, **changes)
-        with self.backend.host_turn():
+        with self.backend.host_turn(timeout):
             call, finish = self._prepare(tensordict, seed, timeout, **changes)
         found = self.backend.run(call)
-        with self.backend.host_turn():
+        with self.backend.host_turn(timeout):
             return finish(found)
 
     async def aforward(

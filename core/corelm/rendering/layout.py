@@ -185,10 +185,8 @@ class Layout:
     """
 
     def __init__(self, writer: Writer, messages: Messages, prompt: bool) -> None:
-        self.messages = messages
+        self.messages, self._writer, self._prompt = messages, writer, prompt
         self.written = writer.write(messages, prompt)
-        self._writer = writer
-        self._prompt = prompt
         self._refuse_lost_contents()
 
     def _refuse_lost_contents(self) -> None:

@@ -78,11 +78,27 @@ def render(
     tokenizer: Any,
     tokenize: Tokenize,
     *,
+    add_generation_prompt: bool,
+    continue_final_message: bool = False,
+    eos_ids: Collection[int],
+    chat_template: str | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
     prefer_tokens: bool = True,
     want_assistant: bool = True,
-    **options: Any,
 ) -> RenderedChats:
-    """Render and tokenize conversations; sampled turns keep their ids. See `segments_of` for `options`.
+    """Render and tokenize conversations; sampled turns keep their ids.
+
+    Args:
+        add_generation_prompt: True for a prompt to sample from. False for a conversation to score: if its last turn is
+            sampled, it ends with the last sampled id.
+        continue_final_message: True for a prompt whose answer continues its last turn: it ends with what the template
+            writes up to the end of that turn's content, or with the turn's ids if it was sampled.
+        eos_ids: the ids that end a turn. Where a sampled turn ends with one of them, or with another special token, the
+            template's own end of that turn is left out.
+        chat_template: the template to use instead of the tokenizer's own.
+        template_kwargs: variables for the template, such as `tools`.
+        prefer_tokens: False renders sampled turns from their text.
+        want_assistant: False skips the assistant masks.
 
     Raises:
         TemplateError: there is no template, or it fails, or it leaves out what a message says, or does not show where a
@@ -92,7 +108,9 @@ def render(
         CapabilityError: masks need character offsets, and `tokenize` returns none.
     """
     cut = getattr(tokenizer, "render_segments", None) or partial(segments_of, tokenizer=tokenizer)
-    segments = cut(chats, prefer_tokens=prefer_tokens, want_assistant=want_assistant, **options)
+    asked: dict[str, Any] = {"eos_ids": eos_ids, "chat_template": chat_template, "template_kwargs": template_kwargs}
+    asked |= {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
+    segments = cut(chats, **asked, prefer_tokens=prefer_tokens, want_assistant=want_assistant)
     # With tokens added to the tokenizer, texts have other ids.
     added = len(getattr(tokenizer, "added_tokens_decoder", ()))
     known: dict[Segment, _Encoded] = memory.of(getattr(tokenize, "__self__", tokenize)).setdefault(added, {})
@@ -236,22 +254,15 @@ def segments_of(
     chats: Sequence[Chat],
     tokenizer: Any,
     *,
-    chat_template: str | None = None,
-    template_kwargs: Mapping[str, Any] | None = None,
+    chat_template: str | None,
+    template_kwargs: Mapping[str, Any] | None,
     eos_ids: Collection[int],
     **options: bool,
 ) -> list[list[Segment]]:
-    """Render conversations and cut them into segments, which are still to be tokenized.
+    """Render conversations and cut them into segments, which are still to be tokenized. See `render`.
 
     A tokenizer in another process has a method `render_segments` with the same arguments: it renders a whole batch
-    there. Errors are those of `render`.
-
-    Args:
-        chat_template: the template to use instead of the tokenizer's own.
-        template_kwargs: variables for the template, such as `tools`.
-        eos_ids: the ids that end a turn. Where a sampled turn ends with one of them, or with another special token, the
-            template's own end of that turn is left out.
-        options: the flags of `_Cutter`.
+    there.
     """
     template = Template.find(tokenizer, chat_template, template_kwargs or {})
     cutter = _Cutter(chats, template, special_tokens(tokenizer), eos_ids, **options)
@@ -260,25 +271,16 @@ def segments_of(
 
 @dataclass
 class _Cutter:
-    """Cuts conversations into segments, all with the same template and settings.
-
-    Attributes:
-        add_generation_prompt: True for a prompt to sample from. False for a conversation to score: if its last turn is
-            sampled, it ends with the last sampled id.
-        continue_final_message: True for a prompt whose answer continues its last turn: it ends with what the template
-            writes up to the end of that turn's content, or with the turn's ids if it was sampled.
-        prefer_tokens: False renders sampled turns from their text.
-        want_assistant: False skips the assistant masks.
-    """
+    """Cuts conversations into segments, all with the same template and settings. See `render`."""
 
     chats: Sequence[Chat]
     template: Template
     specials: Mapping[int, str]
     eos_ids: Collection[int]
     add_generation_prompt: bool
+    continue_final_message: bool
     prefer_tokens: bool
     want_assistant: bool
-    continue_final_message: bool = False
 
     def __post_init__(self) -> None:
         self._known = memory.of(self.template.tokenizer)

@@ -151,11 +151,9 @@ def parser_named(name: str, tokenizer: Any = None) -> NamedParser:
         raise invalid("tokenizer", "'auto' reads the response_template of a tokenizer; give it as the second argument")
     template = getattr(tokenizer, "response_template", None)
     if template is None:
-        raise invalid(
-            "response_parser",
-            f"'auto' reads the response_template of the tokenizer, and it has none; give one of "
-            f"{', '.join(map(repr, FORMATS))}",
-        )
+        names = ", ".join(map(repr, FORMATS))
+        lacks = "'auto' reads the response_template of the tokenizer, and it has none"
+        raise invalid("response_parser", f"{lacks}; give one of {names}")
     try:
         _loaded(json.dumps(template))
         return NamedParser(name, template, _foreign(tokenizer, template), eos)
@@ -186,9 +184,8 @@ def _engine() -> Any:
     try:
         from transformers.utils import chat_parsing
     except ImportError as error:
-        raise BackendNotInstalledError(
-            f"the parsers of answers are those of transformers: {how_to_install('transformers>=5.19')}"
-        ) from error
+        needed = how_to_install("transformers>=5.19")
+        raise BackendNotInstalledError(f"the parsers of answers are those of transformers: {needed}") from error
     return chat_parsing
 
 

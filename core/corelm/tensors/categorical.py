@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributions import Distribution, constraints
 
 from corelm.errors import Problems, refuse
-from corelm.tensors.ragged import counted_positions
+from corelm.tensors.ragged import shape_of
 from corelm.validate import invalid
 
 #: Returns values of logits[n, vocab] and ids[n, ...].
@@ -55,8 +55,11 @@ class MaskedCategorical(Distribution):
     SLICE: ClassVar = 2**24
 
     def __init__(self, logits: Tensor, mask: Tensor) -> None:
+        if mask.shape != logits.shape[:-1] or mask.dtype.is_floating_point:
+            wanted = f"bool{[*logits.shape[:-1]]} for logits {[*logits.shape]}"
+            raise invalid("mask", f"expected {wanted}, got {shape_of(mask)}")
         self.logits = logits
-        self.mask = counted_positions(mask, logits[..., 0])
+        self.mask = mask.to(logits.device, torch.bool)
         super().__init__(batch_shape=mask.shape, validate_args=False)
 
     def log_prob(self, value: Tensor) -> Tensor:

@@ -288,8 +288,7 @@ class Ragged:
         join_mask = self.join_mask(other) if join_mask is None else join_mask
         if join_mask.values.shape[0] != self.values.shape[0] + other.values.shape[0]:
             raise ValueError("join_mask was made for rows of other lengths; make it with self.join_mask(other)")
-        second = join_mask.values.to(self.values.device)
-        second = second.reshape(-1, *[1] * (self.values.ndim - 1))
+        second = join_mask.values.to(self.values.device).reshape(-1, *[1] * (self.values.ndim - 1))
         values = self.values.new_empty((second.shape[0], *self.values.shape[1:]))
         return join_mask.with_values(values.masked_scatter_(~second, self.values).masked_scatter_(second, other.values))
 

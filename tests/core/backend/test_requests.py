@@ -290,6 +290,18 @@ def test_an_argument_that_a_call_does_not_have_is_refused_with_what_to_type(call
         call(backend)
 
 
+@each("name", ["read", "problems", "engine", "on_tokens", "new_turn", "unknown", "self_"])
+def test_what_core_passes_to_itself_is_no_argument_of_a_call(name):
+    calls = ["generate", "score_logprobs", "submit_score_logprobs", "submit_generate", "stream"]
+    documented = {"on_tokens": calls[3:], "new_turn": calls[3:]}.get(name, [])
+    with corelm.get_backend("toy") as backend:
+        for call in set(calls) - {*documented}:
+            with pytest.raises(TypeError, match=f"has no argument '{name}'"):
+                getattr(backend, call)([[5, 6]], **{name: None})
+        with backend.stream([[5]], {"max_new_tokens": 2}, new_turn=True) as stream:
+            assert sum(len(chunk.ids) for chunk in stream) == len(stream.result.ids.values)
+
+
 # Arguments of a wrong type --------------------------------------------------------------------------------------------
 
 

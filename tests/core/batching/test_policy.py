@@ -105,6 +105,29 @@ def test_a_parser_may_wait_for_the_answer_of_another_thread():
             assert done.result(LONG)["tokens"].response[0].tolist()
 
 
+def test_a_caller_waits_no_longer_for_others_to_read_and_write_than_its_timeout(monkeypatch):
+    monkeypatch.setattr("corelm.batching.batcher._LONGEST_WAIT", LONG * 9)
+    parsing, go_on = threading.Event(), threading.Event()
+
+    def parser(text):
+        parsing.set()
+        assert go_on.wait(LONG * 2)
+        return {"role": "assistant", "content": text}
+
+    with (
+        corelm.get_backend("toy") as backend,
+        LLMPolicy(backend, batching=True, sampling_params=SHORT, inplace=False) as policy,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        history = TensorDict(history=History.from_chats([[{"role": "user", "content": QUESTIONS[0]}]]))
+        first = pool.submit(policy.replace(response_parser=parser), history)
+        assert parsing.wait(LONG)
+        second = pool.submit(policy, history, timeout=0.5)
+        assert isinstance(second.exception(LONG), BackendTimeoutError | None), "a slow machine may need longer"
+        go_on.set()
+        assert first.result(LONG)["tokens"].response[0].tolist()
+
+
 def test_policies_made_by_replace_share_the_batcher():
     engine = GatedEngine(permits=0)
     policy = gated_policy(engine, batching=Limits(min_batch_size=2, batching_timeout=60.0))

@@ -44,6 +44,13 @@ def test_a_ticket_that_exceeds_a_limit_goes_alone_and_keeps_its_place():
     assert [queue.take(0.0) for _ in range(3)] == [[small], [wide], [later]]
 
 
+def test_a_full_batch_takes_no_more():
+    full, empty, later = ticket(tokens=10), ticket(tokens=0), ticket(tokens=1)
+    queue = grouping_queue(full, empty, later, max_batch_tokens=10, min_batch_size=9)
+    assert queue.take(0.0) == [full], "it is complete, and goes at once"
+    assert queue.take(0.0) == [] and queue.take(9.0) == [empty, later]
+
+
 @each("arrived", [0.1, 1e9 / 3, 12345.678])
 @each("timeout", [0.1, 1 / 3, 7.7])
 def test_a_batch_is_ready_after_the_seconds_that_wait_returned(arrived, timeout):

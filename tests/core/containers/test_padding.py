@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 import corelm
 from corelm import History, LLMPolicy
-from corelm.containers import PerToken, ragged
+from corelm.containers import Masks, PerToken, Tokens, ragged
 from corelm.containers.assemble import assemble
 from corelm.errors import InvalidRequestError
 from corelm.spec.records import ContainerRequest, Parts
@@ -72,6 +72,46 @@ def test_a_slice_loses_the_columns_that_hold_only_pads() -> None:
     assert narrow["masks"].all_attention_mask.tolist() == [[True, True, False, False], [False, True, True, True]]
     assert narrow["log_probs"].full.tolist() == [[0.0] * 4, [0.0, 0.0, -12.0, -13.0]]
     assert dense["tokens"].full.shape == (4, 6)
+
+
+def rewarded(**under_next: Any) -> TensorDict:
+    """Return dense tokens, ``. 1 | 2 .`` and ``5 6 | 7 8``, and what belongs to them under ``next``."""
+    full, attention = torch.tensor([[0, 1, 2, 0], [5, 6, 7, 8]]), torch.tensor([[0, 1, 1, 0], [1, 1, 1, 1]]).bool()
+    tokens = Tokens(full=full, prompt=full[:, :2], response=full[:, 2:], batch_size=[2])
+    held = TensorDict(under_next, batch_size=[2])
+    return TensorDict(
+        tokens=tokens, masks=Masks(all_attention_mask=attention, batch_size=[2]), next=held, batch_size=[2]
+    )
+
+
+DENSE_REWARDS = {
+    "rew": PerToken(full=torch.tensor([[1.0, 2.0, 0.0, 0.0], [3.0, 4.0, 5.0, 6.0]]), batch_size=[2]),
+    "masks": Masks(all_attention_mask=torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1]]).bool(), batch_size=[2]),
+}
+ROWS_OF_REWARDS = {
+    "rew": PerToken.from_rows(full=[[1, 2], [3, 4, 5, 6]]),
+    "masks": Masks.from_rows(all_attention_mask=[[1] * 2, [1] * 4]),
+}
+
+
+@each("given", [DENSE_REWARDS, ROWS_OF_REWARDS, {"rew": ROWS_OF_REWARDS["rew"]}])
+def test_values_under_next_are_read_with_their_own_masks_and_laid_out_like_the_tokens(given: dict[str, Any]) -> None:
+    dense, rows = (corelm.repad(rewarded(**given), pad_output=pad_output) for pad_output in (True, False))
+    assert dense["tokens"].full.tolist() == [[0, 1, 2, 0], [5, 6, 7, 8]]
+    assert dense["next", "rew"].tolist() == [[0, 1, 2, 0], [3, 4, 5, 6]]
+    if "masks" in given:
+        assert dense["next", "masks"].all_attention_mask.tolist() == [[0, 1, 1, 0], [1, 1, 1, 1]]
+    assert ragged(rows, ("next", "rew", "full")).tolist() == [[1, 2], [3, 4, 5, 6]]
+
+
+def test_a_plain_tensor_as_wide_as_the_dense_tokens_is_refused_next_to_rows() -> None:
+    plain_tensor = torch.zeros(2, 4)
+    with refused(InvalidRequestError, field="next.unnamed"):
+        corelm.repad(rewarded(rew=ROWS_OF_REWARDS["rew"], unnamed=plain_tensor), pad_output=False)
+    td = rewarded().exclude("next")
+    td["tokens"], td["unnamed"] = Tokens.from_rows(full=[[1, 2], [5, 6, 7, 8]]), plain_tensor
+    with refused(InvalidRequestError, field="unnamed"):
+        corelm.repad(td, pad_output=False)
 
 
 def test_a_token_that_equals_the_pad_id_is_kept() -> None:

@@ -134,6 +134,16 @@ def test_values_per_token_are_in_the_records(pad_output: bool) -> None:
     assert token["assistant"] is True and token["ref_log_probs"] == -8.0 and token["ref_log_probs_scored"] is True
 
 
+def test_rows_next_to_dense_tokens_are_in_the_records() -> None:
+    dense, mixed = batch((4,), True), batch((4,), True)
+    dense["value"] = batch((4,), True)["log_probs"].full
+    mixed["log_probs"] = batch((4,), False)["log_probs"]
+    mixed["value"] = PerToken.from_rows(full=mixed["log_probs"].full)
+    records = corelm.to_records(mixed, by="token")
+    assert [record.pop("value") for record in records] == corelm.ragged(dense, ("log_probs", "full")).values.tolist()
+    assert records == corelm.to_records(dense, by="token")
+
+
 def test_an_entry_that_is_called_like_a_column_keeps_its_name() -> None:
     td = batch()
     td.set("prompt", NonTensorData("mine", batch_size=[4]))
@@ -176,9 +186,10 @@ def test_mistakes_name_the_entry_and_say_what_to_type() -> None:
         corelm.to_records(td.exclude("masks"))
     with refused(InvalidRequestError, field="thing"):
         corelm.to_records(TensorDict(thing=NonTensorData(object(), batch_size=[4]), batch_size=[4]))
-    with refused(InvalidRequestError, field="tokens", rows=(0, 1, 3)):
-        prompts = TensorDict(tokens=batch()["tokens"].select("prompt"), masks=batch()["masks"], batch_size=[4])
-        corelm.to_records(prompts, by="token")
+    for part, rows in (("prompt", (0, 1, 3)), ("response", (0, 1, 2, 3))):
+        with refused(InvalidRequestError, field=f"tokens.{part}", rows=rows):
+            td["tokens"] = batch((4,), True)["tokens"].select(part)
+            corelm.to_records(td, by="token")
     with refused(InvalidRequestError, field="by"):
         corelm.to_records(td, by="rows")  # type: ignore[arg-type]
     with refused(InvalidRequestError, field="td"):

@@ -110,6 +110,17 @@ def test_dense_log_probs_that_are_off_by_one_column_are_noticed(gen, ref):
     KLComputation(add_to_reward=False)(td)
 
 
+def test_a_scored_mask_of_zeros_and_ones_is_one_of_false_and_true(gen, ref):
+    td = RetrieveLogProb(ref)(rollout(gen, pad=True))
+    wanted = KLComputation(add_to_reward=False)(td.clone())["kl_penalty"]
+    for dtype in (torch.float32, torch.int64):
+        td["log_probs"].scored_mask = td["log_probs"].scored_mask.to(dtype)
+        assert torch.equal(KLComputation(add_to_reward=False, kl_key=str(dtype))(td)[str(dtype)], wanted)
+    td["log_probs"].scored_mask[0] = torch.nan if td["log_probs"].scored_mask.is_floating_point() else 1
+    with refused(InvalidRequestError, field="('log_probs', 'full')"):
+        KLComputation(add_to_reward=False)(td)
+
+
 def test_a_scored_mask_of_other_rows_is_refused(gen, ref):
     td = RetrieveLogProb(ref)(rollout(gen))
     marks = td["ref_log_probs"].scored_mask
@@ -146,8 +157,9 @@ def test_masks_that_do_not_belong_to_dense_log_probs_are_refused(gen, ref):
     td = RetrieveLogProb(ref)(rollout(gen, pad=True))
     compute = KLComputation(add_to_reward=False)
     td["masks"] = rollout(gen, pad=False)["masks"]
-    with refused(InvalidRequestError, field="masks"):
+    with refused(InvalidRequestError, field="masks") as error:
         compute(td)
+    assert "('log_probs', 'full')" in str(error.value)
     td["masks"] = Masks(all_attention_mask=torch.ones(3, 2, dtype=torch.bool), batch_size=3)
     with refused(InvalidRequestError, field="('log_probs', 'full')"):
         compute(td)

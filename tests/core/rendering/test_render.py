@@ -1,5 +1,6 @@
 """Rendered conversations, compared with the tokenizer's own rendering, ids and assistant mask."""
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,11 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from corelm.containers import History
+from corelm.rendering.render import Segment, render, segments_of
 from corelm.spec.records import TokenizeResult
 from helpers import chat_templates as ct
 from helpers.each import each, examples
 from helpers.rendering import (
     ANSWER,
+    EOS_IDS,
     MORE,
     QUESTION,
     TOKENIZER,
@@ -52,6 +56,21 @@ def test_thinking_that_the_template_drops_from_a_past_turn_is_not_in_the_mask() 
     ours = rendered([chat], ct.THINKING, True)
     assert ours.assistant.tolist() == [[bool(m) for m in oracle["assistant_masks"]]]
     assert TOKENIZER.decode(ours.ids.values[ours.assistant.values]) == "Paris.<|im_end|>"
+
+
+def test_a_tokenizer_elsewhere_gets_every_setting_of_the_rendering() -> None:
+    given: dict[str, Any] = {}
+
+    class Elsewhere:
+        def render_segments(self, chats: Any, **settings: Any) -> list[list[Segment]]:
+            given.update(settings)
+            return segments_of(chats, TOKENIZER, **settings)
+
+    template = next(iter(ct.UNMARKED.values()))
+    chats, asked = History.from_chats([[QUESTION]]).chats, {"add_generation_prompt": True, "chat_template": template}
+    found = render(chats, Elsewhere(), tokenize, eos_ids=EOS_IDS, **asked)
+    assert found.texts == rendered([[QUESTION]], template, True).texts
+    assert given.keys() == inspect.signature(render).parameters.keys() - {"chats", "tokenizer", "tokenize"}
 
 
 def test_an_empty_turn_is_not_in_the_mask() -> None:

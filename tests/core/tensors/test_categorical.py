@@ -141,8 +141,10 @@ def test_a_single_position_is_accepted():
 
 def test_shapes_and_ids_that_do_not_fit_are_refused():
     logits, mask, ids = example()
-    with refused(InvalidRequestError, field="mask"):
+    with refused(InvalidRequestError, field="mask") as error:
         MaskedCategorical(logits, mask[:, 1:])
+    assert f"for logits {list(logits.shape)}" in str(error.value)
+    assert MaskedCategorical(logits[..., :0], mask).mask.shape == mask.shape
     with refused(InvalidRequestError, field="mask"):
         MaskedCategorical(logits, mask.float())
     dist = MaskedCategorical(logits, mask)
