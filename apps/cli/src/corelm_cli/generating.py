@@ -26,9 +26,9 @@ _ENDED = (
 class Generator(Worker[Prompt]):
     """Answers prompts.
 
-    With a seed, an answer depends only on the seed, the line number and the sample number: not on the batch size, and
-    not on what was answered before. That is why one seed per answer is passed to the backend; a policy would number the
-    rows of each batch.
+    With a seed, an answer depends only on the seed, the line number and the sample number: not on what was answered
+    before, and on the batch size only by rounding. That is why one seed per answer is passed to the backend; a policy
+    would number the rows of each batch.
 
     Attributes:
         parser: makes messages of answers to conversations; it follows from the options.

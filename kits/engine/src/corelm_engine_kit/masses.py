@@ -100,7 +100,7 @@ def most_probable(scores: Tensor, candidates: Tensor | None, k: int, total: Tens
 def log_total(scores: Tensor, workspace: Workspace | None = None) -> Tensor:
     """Return float64[rows]: the log-sum-exp of float32[rows, K]; -inf for a row of -inf.
 
-    softmax is the fastest way through a large vocabulary. Its own sum is rounded (see `inverse_cdf`), so its result is
+    softmax is the fastest way through a large vocabulary. Its own sum is rounded (see `draw`), so its result is
     summed once more.
     """
     workspace = workspace or Workspace()

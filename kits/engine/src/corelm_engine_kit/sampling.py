@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from corelm.spec import Ragged, SamplingParams, TopIds
-from corelm_engine_kit.columns import argmax, inverse_cdf
+from corelm_engine_kit.columns import argmax, draw, numbers_for
 from corelm_engine_kit.masses import KeptIds, kept_ids, log_softmax_at, log_total, most_probable
 from corelm_engine_kit.softmax import Workspace
 
-#: How many random numbers are drawn for an answer at a time. Fixed, because a stream must not depend on how long the
-#: answer gets.
-_BLOCK = 64
+#: For how many tokens of an answer random numbers are made at a time. Fixed, because a stream must not depend on how
+#: long the answer gets.
+_BLOCK = 16
 #: Why a row has no answer.
 NOT_NUMBERS = (
     "the logits are NaN or infinite, so that they say nothing about tokens; look for NaN in the weights, and if "
@@ -90,7 +90,7 @@ class Sampler:
         self._divides = sampling.temperature != 1.0 and bool(sampling.truncates or support or top)
         self._workspace = Workspace()
         self._banned = torch.tensor(sorted(banned), dtype=torch.int64, device=device)
-        self._uniforms = None if sampling.greedy else UniformStreams(seeds, device)
+        self._streams = None if sampling.greedy else ExponentialStreams(seeds, numbers_for(vocab_size), device)
         self._counts = self._seen = None
         shape = (len(prompts), vocab_size)
         if sampling.presence_penalty or sampling.frequency_penalty:
@@ -111,7 +111,7 @@ class Sampler:
         of_logits = log_total(logits, self._workspace) if self.raw and self._reshapes else None
         candidates: Tensor | None
         enough: Tensor | None
-        if self._uniforms is None:
+        if self._streams is None:
             ids = argmax(scores)
             best = scores.gather(-1, ids[:, None])[:, 0]
             # 0, or NaN if the best is not a finite number.
@@ -120,13 +120,13 @@ class Sampler:
         else:
             if self._divides:
                 scores = scores / self.sampling.temperature
-            uniforms = self._uniforms()
+            exponentials = self._streams()
             left, candidates, enough = _cut(scores, self.sampling, short=True)
-            ids, logprobs = self._chosen(left, candidates, uniforms)
+            ids, logprobs = self._chosen(scores, left, candidates, exponentials)
         drawn = self._drawn(logits, of_logits, ids, logprobs, enough, read)
         if drawn is None:
             left, candidates, _ = _cut(scores, self.sampling, short=False)
-            ids, logprobs = self._chosen(left, candidates, uniforms)
+            ids, logprobs = self._chosen(scores, left, candidates, exponentials)
             drawn = self._drawn(logits, of_logits, ids, logprobs, None, read)
             assert drawn is not None
         self._count(drawn.ids)
@@ -134,11 +134,15 @@ class Sampler:
             drawn = self._with_sets(drawn, logits, of_logits, scores, left, candidates)
         return drawn
 
-    def _chosen(self, scores: Tensor, candidates: Tensor | None, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the ids at the uniform numbers, and their log-probs; see `truncated` and `inverse_cdf`."""
+    def _chosen(
+        self, scores: Tensor, left: Tensor, candidates: Tensor | None, exponentials: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the ids drawn of what is `left` of the scores, and their log-probs; see `truncated` and `draw`."""
         temperature = 1.0 if self._divides else self.sampling.temperature
-        ids, logprobs = inverse_cdf(scores, uniforms, temperature, self._workspace)
-        return ids if candidates is None else candidates.gather(-1, ids[:, None])[:, 0], logprobs
+        if candidates is not None:
+            # In the order of ids, a token has the same random numbers whatever its rank.
+            left = torch.full_like(scores, -math.inf).scatter_(-1, candidates, left)
+        return draw(left, exponentials, temperature, self._workspace)
 
     def _drawn(
         self,
@@ -195,14 +199,14 @@ class Sampler:
     def of(self, rows: Tensor) -> Sampler:
         """Return the same for these rows only, int64[n] on the CPU. This one may go on with others."""
         other = copy(self)
-        other._uniforms = copy(self._uniforms)
+        other._streams = copy(self._streams)
         other.keep(rows)
         return other
 
     def keep(self, rows: Tensor) -> None:
         """Go on with these rows only, int64[n] on the CPU."""
-        if self._uniforms is not None:
-            self._uniforms.keep(rows)
+        if self._streams is not None:
+            self._streams.keep(rows)
         there = rows.to(self._banned.device)
         if self._counts is not None:
             self._counts = self._counts[there]
@@ -229,24 +233,28 @@ class Sampler:
             self._seen.scatter_(-1, ids[:, None], True)
 
 
-class UniformStreams:
-    """Returns float64[rows] in [0, 1) at every call. The numbers of row i depend on ``seeds[i]`` only.
+class ExponentialStreams:
+    """Returns float32[rows, count] at every call, exponentially distributed. Row i depends on ``seeds[i]`` only.
 
-    The generators run on the CPU whatever the device, so that a seed gives the same answer on every device.
+    They are made on the CPU whatever the device, so that a seed gives the same answer on every device.
     """
 
-    def __init__(self, seeds: Tensor, device: torch.device) -> None:
+    def __init__(self, seeds: Tensor, count: int, device: torch.device) -> None:
         self._streams = [torch.Generator().manual_seed(seed) for seed in seeds.tolist()]
-        self._device = device
-        self._block = torch.empty(len(seeds), 0, dtype=torch.float64, device=device)
+        self._count, self._device = count, device
+        self._block = torch.empty(len(seeds), 0, count, device=device)
         self._used = _BLOCK
 
     def __call__(self) -> Tensor:
         if self._used == _BLOCK:
-            block = [torch.rand(_BLOCK, dtype=torch.float64, generator=stream) for stream in self._streams]
-            self._block, self._used = torch.stack(block).to(self._device), 0
+            self._block, self._used = torch.stack(list(map(self._made, self._streams))).to(self._device), 0
         self._used += 1
         return self._block[:, self._used - 1]
+
+    def _made(self, stream: torch.Generator) -> Tensor:
+        # In float64, whose steps near 0 are less than the mass of any token. None is 0, which would beat every mass.
+        uniforms = torch.rand(_BLOCK, self._count, dtype=torch.float64, generator=stream)
+        return uniforms.neg_().log1p_().neg_().float().clamp_min_(torch.finfo(torch.float32).tiny)
 
     def keep(self, rows: Tensor) -> None:
         """Go on with these rows only, int64[n] on the CPU."""
