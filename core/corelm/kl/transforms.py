@@ -30,7 +30,7 @@ from corelm.errors import InvalidRequestError, MissingKeyError, level_of_caller,
 from corelm.kl.estimators import ESTIMATORS, Estimator
 from corelm.kl.pairs import PairKeys, read_pair
 from corelm.policy.options import Keys
-from corelm.policy.policy import LLMPolicy
+from corelm.policy.policy import LLMPolicy, checked_policy
 from corelm.spec.provenance import Provenance
 from corelm.tensors.ragged import shape_of
 from corelm.validate import checks_names, flag, invalid, number, one_of, positive, shown
@@ -358,8 +358,7 @@ class RetrieveLogProb(TensorDictModuleBase):
         support_key: NestedKey | None = "log_probs",
     ) -> None:
         super().__init__()
-        if not isinstance(policy, LLMPolicy):
-            raise invalid("policy", f"expected an LLMPolicy, such as LLMPolicy(backend), got {type(policy).__name__}")
+        checked_policy(policy)
         self.tokens_key = policy.options.keys.tokens if tokens_key is None else tokens_key
         self.masks_key = policy.options.keys.masks if masks_key is None else masks_key
         self.log_probs_key = container_of(log_probs_key)
