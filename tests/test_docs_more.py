@@ -121,8 +121,11 @@ def test_every_path_that_the_architecture_names_exists():
 def test_every_name_of_a_package_that_is_written_exists():
     text = "".join(page.read_text() for page in PAGES if page.name != "CHANGELOG.md")
     written = {*re.findall(r"\b(corelm_\w+)\.(?!md\b)(\w+)", text)}
-    heads = " ".join(re.findall(r"^- ([^:]*):", corelm_engine_kit.__doc__ or "", re.MULTILINE))
-    written |= {("corelm_engine_kit", name) for name in re.findall(r"`(\w+)`", heads)}
+    of_kit, _, of_spec = (corelm_engine_kit.__doc__ or "").partition("`corelm.spec`:")
+    for package, listed in (("corelm_engine_kit", of_kit), ("corelm.spec", of_spec)):
+        heads = " ".join(re.findall(r"^- ([^:]*):", listed, re.MULTILINE))
+        assert heads
+        written |= {(package, name) for name in re.findall(r"`(\w+)`", heads)}
     found = {(package, name) for package, name in written if hasattr(importlib.import_module(package), name)}
     missing = [each for each in written - found if importlib.util.find_spec(".".join(each)) is None]
     assert len(written) > 40 and missing == []

@@ -1,6 +1,7 @@
 from .backend.arguments import answer_seeds as answer_seeds
 from .backend.arguments import generation_mode as generation_mode
 from .backend.arguments import prepare_scoring as prepare_scoring
+from .backend.arguments import row_problems as row_problems
 from .backend.engine_call import Arrival as Arrival
 from .backend.engine_call import Call as Call
 from .backend.engine_call import EngineCall as EngineCall

@@ -1,6 +1,7 @@
 """lm-eval's command line with the model `corelm`, in a process, and the page about it."""
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from corelm_interop.lm_eval import register
 from helpers.lm_eval_tasks import QUESTIONS, write_tasks
 from helpers.pages import Page
 
@@ -56,6 +58,13 @@ def test_the_advice_to_apply_a_chat_template_is_about_the_model(folder):
     done = run(*command, "--tasks", "choices", "--model_args", "backend=transformers,model=tiny-instruct")
     assert done.returncode == 0, done.stderr
     assert "the model appears to be an" in done.stderr and "pretrained=None" not in done.stderr
+
+
+def test_other_messages_of_lm_eval_are_as_they_were(caplog):
+    register()
+    told = ValueError("what lm-eval logs is not always a text")
+    logging.getLogger("lm_eval.evaluator").warning(told)
+    assert caplog.records[-1].msg is told
 
 
 def test_an_argument_that_nothing_knows_is_one_line(folder):

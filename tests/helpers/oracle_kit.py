@@ -33,10 +33,11 @@ class ManyRows:
 
     def test_64_rows_of_all_lengths_in_one_call_are_those_of_the_model(self: Any, backend: Backend) -> None:
         rows = random_rows(*(1 + (37 * i * i) % 440 for i in range(64)), seed=3)
-        sampling = {"max_new_tokens": 48, "temperature": 0.0, "ignore_eos": True}
-        answers = backend.generate(rows, sampling, logprobs="raw")
+        answers = backend.generate(rows, {"max_new_tokens": 48, "temperature": 0.0}, logprobs="raw")
         self.assert_true_answers(rows, answers)
-        for prompt, answer in zip(rows, answers.ids.tolist(), strict=True):
+        for prompt, answer, reason in zip(rows, answers.ids.tolist(), answers.finish_reasons, strict=True):
+            ends = [at for at, token in enumerate(answer, 1) if token in backend.eos_token_ids]
+            assert (ends, reason) == ([len(answer)], "stop") if ends else (len(answer), reason) == (48, "length")
             logits = oracle.next_logits(self.model, [*prompt, *answer])[len(prompt) - 1 : -1]
             chosen = logits.gather(-1, torch.tensor(answer)[:, None])[:, 0]
             # Of ids that rounding could swap, either may be the likeliest.

@@ -58,8 +58,8 @@ def scores(rows: Rows = ROWS) -> ScoreRequest:
     return scoring([ids for ids, _ in rows])
 
 
-def generating() -> GenerateRequest:
-    return generation([[5]] * len(ROWS), max_new_tokens=COUNT)
+def generating(stop_ids: frozenset[int] = frozenset()) -> GenerateRequest:
+    return generation([[5]] * len(ROWS), max_new_tokens=COUNT, stop_ids=stop_ids)
 
 
 def sent(reply: Any) -> Any:
@@ -159,6 +159,48 @@ def test_vllm_scores_are_what_a_plain_loop_reads() -> None:
                 replies.append(sent({"choices": [{**choice, "prompt_logprobs": positions}]}))
                 lists.append(sent(positions))
             check(answering(VLLMServer, VLLM, *replies).score_logprobs(scores()), lists, vllm_plain)
+
+
+LABEL_DEFECTS: dict[str, Defect] = {
+    "none": lambda tokens: None,
+    "text": put(" the"),
+    "other-id": put("token_id:2"),
+    "padded": lambda tokens: tokens.__setitem__(MIDDLE, tokens[MIDDLE].replace(":", ":0")),
+    "number": put(7),
+    "null": put(None),
+    "joined": lambda tokens: tokens.__setitem__(slice(MIDDLE, MIDDLE + 2), ["\n".join(tokens[MIDDLE : MIDDLE + 2])]),
+    "short": lambda tokens: tokens.pop(),
+    "long": lambda tokens: tokens.append("token_id:5"),
+    "empty": lambda tokens: tokens.clear(),
+}
+
+
+def test_vllm_labels_are_compared_with_every_id() -> None:
+    for defect in LABEL_DEFECTS:
+        with case(defect):
+            replies, lists = [], []
+            for row, (ids, values) in enumerate(ROWS):
+                tokens = [f"token_id:{token}" for token in ids]
+                if row == 1:
+                    LABEL_DEFECTS[defect](tokens)
+                logprobs = {"tokens": tokens, "token_logprobs": values}
+                replies.append(sent({"choices": [{"finish_reason": "length", "token_ids": ids, "logprobs": logprobs}]}))
+                lists.append((tokens, values))
+
+            def plain(ids: list[int], entry: Any) -> Any:
+                right = entry[0] == [f"token_id:{token}" for token in ids]
+                return entry[1] if right else "its log-probs are not labelled with the ids of its tokens"
+
+            check(answering(VLLMServer, VLLM, *replies).generate(generating()), lists, plain)
+
+
+def test_vllm_names_the_first_stop_id_that_an_answer_goes_on_after() -> None:
+    ids = ROWS[1][0]
+    stop_ids = frozenset({ids[MIDDLE], ids[MIDDLE + 20]})
+    first = next(token for token in ids if token in stop_ids)
+    reply = {"choices": [{"finish_reason": "length", "token_ids": ids, "logprobs": None}]}
+    result = answering(VLLMServer, VLLM, *[reply] * 3).generate(generating(stop_ids))
+    assert result.errors is not None and f"after the stop id {first}" in result.errors[1]
 
 
 # SGLang ---------------------------------------------------------------------------------------------------------------

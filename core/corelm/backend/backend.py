@@ -21,7 +21,7 @@ from corelm.backend.futures import Aborts, in_thread
 from corelm.backend.given_weights import NewAdapter, NewWeights, checked_name, source_of_adapter, source_of_weights
 from corelm.backend.skipping import OnError
 from corelm.backend.streams import AnswerStream, AsyncAnswerStream
-from corelm.errors import CoreLMError, EngineError, brief
+from corelm.errors import CoreLMError, EngineError, brief, described
 from corelm.spec import records
 from corelm.spec.answer_text import decoded
 from corelm.spec.provenance import Adapter, Provenance, VersionRuns
@@ -96,13 +96,20 @@ class Backend:
     def info(self) -> Mapping[str, str]:
         """Short facts that the engine tells about itself, as they are now: ``{"decoding": "cached and padded"}``.
 
-        Empty for an engine that tells none, such as one behind a URL, and for one in another process.
+        Empty for an engine that tells none, such as one behind a URL, and for one in another process. If the engine
+        raises, "info" says what.
 
         Raises:
             BackendClosedError: the backend was closed.
         """
         self.engine.require_open()
-        return MappingProxyType(dict(own) if isinstance(own := getattr(self.engine.plugin, "info", 0), Mapping) else {})
+        try:
+            told = getattr(self.engine.plugin, "info", None)
+            facts = {str(name): str(fact) for name, fact in told.items()} if isinstance(told, Mapping) else {}
+        except Exception as error:
+            # Answers are not lost for want of facts about them.
+            facts = {"info": brief(described(error))}
+        return MappingProxyType(facts)
 
     @property
     def pad_id(self) -> int:

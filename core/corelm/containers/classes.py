@@ -139,8 +139,10 @@ def short(container: Any) -> str:
     rows = f"{count:,} row{'' if count == 1 else 's'}"
     rows += f" as {tuple(container.batch_size)}" if len(container.batch_size) > 1 else ""
     rows += "; the first" if count > 1 else ""
-    names = [name for name in container.keys() if name not in ("padded", "provenance")]
-    held = [f"{name}{_first(container._tensordict, name)}" for name in names]
+    td = container._tensordict
+    # The keys of a stack are those that all rows have, which takes as long as there are rows.
+    keys = (td if flat_source(td) or not count else _first_block(td)).keys()
+    held = [f"{name}{_first(td, name)}" for name in keys if name not in ("padded", "provenance")]
     return f"{type(container).__name__}({rows}: {', '.join(held)})"
 
 

@@ -12,7 +12,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorClass, TensorDict
 from corelm.containers.classes import as_stored, field_readers, objects, unnested
 from corelm.errors import InvalidRequestError, refuse
 from corelm.rendering.template import Template, check_encodable, map_chats, read_chatml
-from corelm.spec.message import FIELDS, Chat, Message, refuse_misspelt
+from corelm.spec.message import FIELDS, Chat, Message, refuse_misspelt, warn_of_roles
 from corelm.tensors.lazy_rows import FlatObjects, Shape, flat_source, nested, non_tensors
 from corelm.validate import as_list, invalid, read_once
 
@@ -225,6 +225,7 @@ def _read_chats(chats: Iterable[Sequence[Message | Mapping[str, Any]]]) -> list[
                 problems.setdefault(row, f"message {position}: {error}")
         read.append(tuple(messages))
     refuse(problems, "history")
+    warn_of_roles(read)
     return read
 
 

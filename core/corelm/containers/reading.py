@@ -64,10 +64,9 @@ def key_parts(key: NestedKey) -> tuple[str, ...]:
 
 def container_of(key: NestedKey) -> NestedKey:
     """Return the key of a container, given that, or the key of its field `full`: ``("log_probs", "full")``."""
-    *path, name = key_parts(key)
-    if not path or name != "full":
-        return key
-    return tuple(path) if path[1:] else path[0]
+    parts = key_parts(key)
+    parts = parts[:-1] if parts[1:] and parts[-1] == "full" else parts
+    return parts[0] if len(parts) == 1 else parts
 
 
 def list_keys(td: TensorDictBase, missing: NestedKey) -> str:

@@ -134,12 +134,9 @@ class AdaptiveKLController(FixedKLController):
             InvalidRequestError: `kl` is not finite, which would spoil the coefficient permanently, or `n_steps` is out
                 of range.
         """
-        measured, steps = number("kl", kl), positive("n_steps", n_steps)
+        measured, steps, most = number("kl", kl), positive("n_steps", n_steps), self.horizon / self.MAX_ERROR
         if not steps * self.MAX_ERROR < self.horizon:
-            raise invalid(
-                "n_steps",
-                f"expected a number above 0 and below {self.horizon / self.MAX_ERROR:g}, got {shown(n_steps)}",
-            )
+            raise invalid("n_steps", f"expected a number above 0 and below {most:g}, got {shown(n_steps)}")
         error = min(max(measured / self.target - 1, -self.MAX_ERROR), self.MAX_ERROR)
         self._value *= 1 + error * steps / self.horizon
         return self._value
@@ -157,7 +154,8 @@ class KLComputation(TensorDictModuleBase):
 
     From a per-token reward, coeff · KL of that token is subtracted; from a per-sequence reward, coeff times the sum.
     Dense log-probs give ``kl_key`` as float32 ``[*batch, width]``; rows of different lengths give a `PerToken`, read as
-    ``td["kl_penalty"].full``. It is 0.0 where a token does not count.
+    ``td["kl_penalty"].full``. It is 0.0 where a token does not count. If `kl_key` is there before the reward is
+    lowered, a warning says that this may be the second time; it is replaced.
 
     Args:
         estimator: `k1`, `k2`, `k3`, `abs`, `k1_st`, `k3_st`, or a function ``(gen, ref, mask) -> values`` of flat
@@ -178,7 +176,7 @@ class KLComputation(TensorDictModuleBase):
     Raises:
         InvalidRequestError: an argument is invalid. On a call: the scorings have different layouts, a log-prob or a KL
             that counts is not finite, a reward is NaN, or the rewards have another shape (`rows` lists the rows at
-            fault); or `kl_key` is there and the KL would be subtracted a second time.
+            fault).
         MissingKeyError: on a call, a key is missing.
         ProvenanceMismatchError: on a call, the two scorings are of different distributions.
     """
@@ -223,15 +221,7 @@ class KLComputation(TensorDictModuleBase):
         """Return the current value of `coeff`."""
         return number("coeff", getattr(self.coeff, "value", self.coeff), 0.0)
 
-    def refuse_second(self, tensordict: TensorDictBase) -> None:
-        """Refuse to lower a reward again."""
-        if self.add_to_reward and self.kl_key in next_or_root(tensordict).keys(include_nested=True):
-            done = f"is there, so the KL was subtracted from {self.reward_key!r} before"
-            ways = f"for a new reward, delete {self.kl_key!r}; or pass another kl_key, or add_to_reward=False"
-            raise invalid(str(self.kl_key), f"{done}; {ways}")
-
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        self.refuse_second(tensordict)
         estimate = ESTIMATORS[self.estimator] if isinstance(self.estimator, str) else self.estimator
         gen, ref, mask, tokens = read_pair(tensordict, self.keys)
         kl = estimate(gen, ref, mask)
@@ -246,6 +236,12 @@ class KLComputation(TensorDictModuleBase):
             penalty = coefficient * kl
             refuse(tokens.not_finite(penalty, mask, f"{coefficient:g} · KL"), str(self.reward_key))
             reward = _penalised(out, self.reward_key, penalty, tokens)
+            if self.kl_key in out.keys(include_nested=True):
+                warnings.warn(
+                    f"{self.kl_key!r} is there already: if that KL was subtracted from {self.reward_key!r} before, "
+                    "this call subtracts a second time. If it is meant, delete that key first or pass another kl_key",
+                    stacklevel=level_of_caller(),
+                )
         # The reward last: were the KL refused afterwards, a second call would penalise it again.
         out.set(self.kl_key, tokens.stored(kl))
         if self.add_to_reward:
@@ -385,9 +381,7 @@ class RetrieveLogProb(TensorDictModuleBase):
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         tokens, holder = find_entry(tensordict, self.tokens_key)
         if not isinstance(tokens, Tokens):
-            raise InvalidRequestError(
-                f"{self.tokens_key!r}: expected Tokens, got {type(tokens).__name__}", field=str(self.tokens_key)
-            )
+            raise invalid(str(self.tokens_key), f"expected Tokens, got {type(tokens).__name__}")
         scorer = self._scorers[tokens.padded]
         view = TensorDict({}, batch_size=tensordict.batch_size, device=tensordict.device)
         view[scorer.options.keys.tokens] = tokens
@@ -517,11 +511,10 @@ class RetrieveKL(TensorDictModuleBase):
         self.out_keys = [*written, *self.kl.out_keys]
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        self.kl.refuse_second(tensordict)
-        for scoring in self.scorings:
-            tensordict = scoring(tensordict)
-        result: TensorDictBase = self.kl(tensordict)
-        return result
+        modules: list[Any] = [*self.scorings, self.kl]
+        for module in modules:
+            tensordict = module(tensordict)
+        return tensordict
 
 
 class KLRewardTransform(RetrieveKL):

@@ -194,7 +194,9 @@ class PolicyOptions:
     adapter: Adapter = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.keys, Keys):
+        if not isinstance(self.keys, (Keys, Mapping)):
+            raise validate.invalid("keys", f"expected Keys or a dict of its fields, got {validate.shown(self.keys)}")
+        if isinstance(self.keys, Mapping):
             self._set("keys", Keys(**validate.subset("keys", self.keys, tuple(Keys.__dataclass_fields__))))
         validate.one_of("input_mode", self.input_mode, ("history", "text", "tokens"))
         validate.one_of("log_probs_mode", self.log_probs_mode, ("raw", "processed"))
@@ -244,15 +246,12 @@ class PolicyOptions:
 
     def _settle_log_probs_key(self) -> None:
         """Keep the key of the log-probs in `keys`. It may be passed there or as an option; both then read the same."""
-        key = self.log_probs_key
-        if key is None:
-            key = self.keys.log_probs
+        key = self.keys.log_probs if self.log_probs_key is None else self.log_probs_key
         self._must_be_key("log_probs_key", key)
         key = container_of(key)
-        if self.keys.log_probs not in (Keys().log_probs, key):
+        if container_of(self.keys.log_probs) not in (Keys().log_probs, key):
             raise validate.invalid(
-                "log_probs_key",
-                f"given twice, as {key!r} and in keys as {self.keys.log_probs!r}; leave one out",
+                "log_probs_key", f"given twice, as {key!r} and in keys as {self.keys.log_probs!r}; leave one out"
             )
         self._set("keys", dataclasses.replace(self.keys, log_probs=key))
         self._set("log_probs_key", key)
@@ -336,6 +335,8 @@ def _refuse_unknown(given: Mapping[str, Any], sampling: SamplingParams) -> None:
         kept.pop("do_sample", None)
         meant = kept | {ALIASES.get(each, each): value for each, value in given.items() if each not in OPTIONS}
         instead = f"it is a sampling parameter: give sampling_params={meant}"
+    elif name in ("batching", "model"):
+        instead = f"give it to LLMPolicy(…, {name}=…), or batching to policy.replace(batching=…)"
     else:
         instead = instead_of(name, (*OPTIONS, *FIELDS, "timeout")).removeprefix("; ") or (
             f"options of the engine are given to get_backend; a policy has {', '.join(OPTIONS)}"

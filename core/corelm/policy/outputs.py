@@ -23,7 +23,7 @@ from corelm.backend.backend import Backend
 from corelm.containers.assemble import assemble
 from corelm.containers.classes import NO_ID, LogProbs, Masks, Text, Tokens, flat, is_padded, objects
 from corelm.containers.history import ChatHistory
-from corelm.containers.reading import key_parts, provenance_of_rows
+from corelm.containers.reading import entries, key_parts, provenance_of_rows
 from corelm.containers.turns import REQUEST_FIELDS, sampled_log_probs, sampled_tokens
 from corelm.errors import (
     InvalidRequestError,
@@ -98,10 +98,11 @@ def must_have_room(td: TensorDictBase, rows: InputRows, options: PolicyOptions) 
                 f"{_dotted(options, name)!r} holds that of an earlier answer, which this call would not replace; leave "
                 f"return_{name}=False out, delete it from the TensorDict, or pass inplace=False",
             )
-    if options.keys.tokens == _DEFAULT.tokens and isinstance(td, TensorDict):
-        for key, held in td.items():
-            if isinstance(held, LogProbs) and key != options.keys.log_probs and "response" in held.keys():
-                _refuse_outdated(td, options, "a new answer", key)
+    if options.keys.tokens == _DEFAULT.tokens and len(td.keys()) > 1:  # not the input alone
+        held = [(key, one) for key, one in entries(td) if isinstance(one, (Tokens, LogProbs))]
+        kinds = {key: type(one) for key, one in held if "response" in one.keys() and key != (_DEFAULT.tokens,)}
+        # Next to tokens of another policy, log-probs may be those of that one.
+        _refuse_outdated(td, options, "a new answer", *([] if Tokens in kinds.values() else kinds))
     return {}
 
 
@@ -119,12 +120,12 @@ def _refuse_outdated(td: TensorDictBase, options: PolicyOptions, new: str, *othe
     """
     keys = options.keys
     sampled = [_DEFAULT.log_probs] if keys.tokens == _DEFAULT.tokens else []
-    written = [getattr(keys, name) for name in options.fields]
-    for key in (*sampled, *others):
+    written = [key_parts(getattr(keys, name)) for name in options.fields]
+    for key in map(key_parts, (*sampled, *others)):
         there = None if key in written else find_value(td, key)
         if isinstance(there, (LogProbs, Masks, Tokens)) and (others or "response" in there.keys()):
             raise invalid(
-                ".".join(key_parts(key)),
+                ".".join(key),
                 f"it belongs to the tokens that are there, and would stay next to {new}; delete it from the "
                 "TensorDict, write it as well, or pass inplace=False",
             )

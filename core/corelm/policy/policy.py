@@ -131,7 +131,8 @@ class LLMPolicy(_NotMoved, TensorDictModuleBase):
             seed: fixes the answers of this call and overrides ``sampling_params.seed``. None draws from
                 torch's generator, or lets the engine choose if its seeds are costly.
             timeout: seconds that the call may take; None for the backend's own timeout.
-            changes: options of this call alone, by name, as `replace` takes them: ``sampling_params={"top_p": 0.9}``.
+            changes: options of this call alone, by name, as `replace` takes them, such as
+                ``sampling_params={"max_new_tokens": 64, "top_p": 0.9}``. These replace the policy's own, all of them.
 
         Raises:
             MissingKeyError: the TensorDict lacks what the policy reads.
@@ -193,6 +194,8 @@ class LLMPolicy(_NotMoved, TensorDictModuleBase):
             MissingKeyError: as for `forward`; or `continue_from` lacks tokens or finish reasons.
             ProvenanceMismatchError: the log-probs of `continue_from` are of another distribution.
         """
+        if not self.options.replace(**changes).generate:
+            raise validate.invalid("generate", "only answers can go on, and this policy scores")
         call, finish = self._prepare(tensordict, seed, timeout, None, continue_from, **changes)
         return finish(self.backend.run(call))
 
@@ -214,7 +217,7 @@ class LLMPolicy(_NotMoved, TensorDictModuleBase):
         Raises:
             CoreLMError: the errors of `forward`. Those of the input are raised here, those of the engine while reading.
         """
-        return AnswerStream(self.backend, partial(self._plan, tensordict, seed, timeout, changes))
+        return AnswerStream(self.backend, partial(self._plan, changes, tensordict, seed, timeout))
 
     def astream(
         self, tensordict: TensorDictBase, *, seed: int | None = None, timeout: float | None = None, **changes: Any
@@ -223,18 +226,13 @@ class LLMPolicy(_NotMoved, TensorDictModuleBase):
 
         The request is made, and all errors are raised, while reading. Cancelling the task ends the request.
         """
-        return AsyncAnswerStream(self.backend, partial(self._plan, tensordict, seed, timeout, changes))
+        return AsyncAnswerStream(self.backend, partial(self._plan, changes, tensordict, seed, timeout))
 
     @no_inference_mode()
     def _plan(
-        self,
-        tensordict: TensorDictBase,
-        seed: int | None,
-        timeout: float | None,
-        changes: Mapping[str, Any],
-        listener: Listener,
+        self, changes: Mapping[str, Any], *asked: Any
     ) -> tuple[PreparedCall[GenerateResult], Callable[[GenerateResult], TensorDictBase]]:
-        call, finish = self._prepare(tensordict, seed, timeout, listener, **changes)
+        call, finish = self._prepare(*asked, **changes)
         return call, no_inference_mode()(finish)
 
     def _prepare(
@@ -249,11 +247,12 @@ class LLMPolicy(_NotMoved, TensorDictModuleBase):
     ) -> tuple[PreparedCall[Any], Callable[[Any], TensorDictBase]]:
         """Return the call, and what makes its result the policy's. One whose results have nowhere to go is refused."""
         if changes:
-            changed = type(self)(self.backend, self.options.replace(**changes))
+            # The arguments of a subclass are not known.
+            changed = LLMPolicy(self.backend, self.options.replace(**changes))
             return LLMPolicy._prepare(changed, td, seed, timeout, on_tokens, continue_from)
         options, backend, engine = self.options, self.backend, self.backend.engine
-        if not options.generate and (on_tokens or continue_from is not None):
-            raise validate.invalid("generate", "only answers are streamed or go on, and this policy scores; call it")
+        if on_tokens and not options.generate:
+            raise validate.invalid("generate", "only answers can be streamed, and this policy scores; call it instead")
         # Before anything is read: in a fork, torch's own threads are gone, and an operation may hang.
         engine.require_open()
         if not isinstance(td, TensorDictBase):
@@ -431,7 +430,7 @@ class LLMPolicy(_NotMoved, TensorDictModuleBase):
         backend = self.backend
         if batching is False and isinstance(backend, DynamicBatcher):
             backend = backend.backend
-        return type(self)(backend, self.options.replace(**changes), batching=batching or False)
+        return type(self)(backend, options=self.options.replace(**changes), batching=batching or False)
 
     get_new_version = replace
 

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
+import itertools
 import json
 import re
 import uuid
-from collections.abc import Collection, Mapping, Sequence
+import warnings
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
-from corelm.errors import InvalidRequestError, described
-from corelm.validate import invalid, nearest, nested_texts, shown, token_ids
+from corelm.errors import InvalidRequestError, described, level_of_caller
+from corelm.validate import invalid, nested_texts, shown, token_ids
 
 #: The keys of a message that are fields of `Message`; every other key goes into `Message.extra`.
 FIELDS = ("role", "content", "tool_calls", "tool_call_id", "name", "token_ids", "begun")
 _ROLES = ("system", "developer", "user", "assistant", "tool")
-#: The keys that are looked for where a message has one that is spelt almost like them.
-_OFTEN = ("content", "tool_calls", "tool_call_id")
 #: The types of the parts of a content that are text.
 _TEXT_PARTS = ("text", "input_text", "output_text")
 
@@ -121,10 +123,7 @@ class Message:
         message: dict[str, Any] = {"role": self.role, "content": self.content}
         if self.tool_calls is not None:
             message["tool_calls"] = deepcopy(list(self.tool_calls))
-        if self.tool_call_id is not None:
-            message["tool_call_id"] = self.tool_call_id
-        if self.name is not None:
-            message["name"] = self.name
+        message |= {name: given for name in ("tool_call_id", "name") if (given := getattr(self, name)) is not None}
         if self.token_ids is not None:
             message["token_ids"] = list(self.token_ids)
         if self.begun is not None:
@@ -152,17 +151,23 @@ Chat = tuple[Message, ...]
 
 
 def refuse_misspelt(message: Message, keys: Collection[str]) -> None:
-    """Refuse a role, or a key of `extra`, that is spelt almost like a usual one that is not among the given `keys`.
+    """Refuse a message that is empty but for a key that a slip makes of a usual one, which is not among the `keys`."""
+    if message.content is None and not message.tool_calls:
+        for key, usual in itertools.product(message.extra, ("content", "tool_calls")):
+            ours, theirs = Counter(key), Counter(usual)
+            # The same letters, or one more or less; not another one, as in "context".
+            if usual not in keys and ((ours - theirs) | (theirs - ours)).total() < 2:
+                what = f"did you mean {usual!r}? If the template reads {key!r}, give {usual!r}: None as well"
+                raise invalid(key, what)
 
-    Templates read other ones too. A role that contains the usual one, such as "user_2", is taken to be meant.
-    """
-    role = message.role
-    near = None if role in _ROLES else nearest(role, _ROLES)
-    if near and near not in role.lower():
-        raise invalid("role", f"{shown(role)} is no usual role; did you mean {near!r}?")
-    for key in message.extra:
-        if near := nearest(key, [each for each in _OFTEN if each not in keys]):
-            raise invalid(key, f"did you mean {near!r}? If the template reads {key!r}, give {near!r}: None as well")
+
+def warn_of_roles(chats: Iterable[Chat]) -> None:
+    """Warn of roles that are spelt almost like a usual one. One that contains it, such as "user_2", is no slip."""
+    for role in sorted({message.role for chat in chats for message in chat}.difference(_ROLES)):
+        near = difflib.get_close_matches(role, _ROLES, 1, 0.8)
+        if near and near[0] not in role.lower():
+            what = f"the template is given the role {shown(role)} as it is; did you mean {near[0]!r}?"
+            warnings.warn(what, stacklevel=level_of_caller())
 
 
 def with_object(call: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from helpers.command_line import FAULTY, LINES, generate, rows, write_prompts, write_rows
+from helpers.command_line import FAULTY, LINES, corelm_command, generate, rows, write_prompts, write_rows
 
 STRANGE = {"id": "strange", "messages": [{"role": "user", "content": "strange"}]}
 
@@ -72,6 +72,49 @@ def test_an_engine_that_is_gone_is_not_asked_about_every_line(files, monkeypatch
     monkeypatch.delenv("FAIL_FROM")
     assert generate(files, "--batch-size", 8, backend="faulty").exit_code == 0
     assert {row["line"] for row in rows(files[1])} == set(range(1, 41)) and not faults(files)
+
+
+@pytest.mark.parametrize("command", ["generate", "score"])
+def test_an_error_of_the_harmless_line_alone_does_not_say_that_the_engine_is_gone(tmp_path, fabricate, command):
+    """The engine refuses short rows, as it refuses a call with a certain prompt."""
+    picky = """
+from dataclasses import replace
+import corelm
+import torch
+from corelm import Ragged
+from corelm_testing.toy import ToyBackend
+
+def refused(rows):
+    if any(b"poison" in bytes(min(i, 255) for i in row) for row in rows):
+        raise RuntimeError("internal error")
+    return tuple("too short" if len(row) < 14 else "" for row in rows)
+
+class Picky(ToyBackend):
+    @corelm.hookimpl
+    def generate(self, request):
+        errors = refused(request.prompts.tolist())
+        made = super().generate(request)
+        ids = [[] if error else row for error, row in zip(errors, made.ids.tolist())]
+        reasons = tuple("error" if error else reason for error, reason in zip(errors, made.finish_reasons))
+        return replace(made, ids=Ragged.from_list(ids), finish_reasons=reasons, errors=errors)
+
+    @corelm.hookimpl
+    def score_logprobs(self, request):
+        errors = refused(request.sequences.tolist())
+        made = super().score_logprobs(request)
+        kept = torch.tensor([not error for error in errors]).repeat_interleave(made.scored.lengths)
+        logprobs, scored = (field.with_values(field.values * kept) for field in (made.logprobs, made.scored))
+        return replace(made, logprobs=logprobs, scored=scored, errors=errors)
+"""
+    fabricate("picky", "1", {"picky": "picky:Picky"}, {"picky": picky})
+    field = "prompt" if command == "generate" else "text"
+    source, target = tmp_path / "lines.jsonl", tmp_path / "answers.jsonl"
+    asked = ["one that is long", "poison, not little", "another long one"]
+    write_rows(source, [{"id": text, field: text} for text in asked])
+    result = corelm_command(command, "--backend", "picky", "--input", source, "--output", target)
+    assert result.exit_code == 1, result.output
+    assert [row["id"] for row in rows(target)] == [asked[0], asked[2]]
+    assert [fault["id"] for fault in faults((source, target))] == [asked[1]]
 
 
 def test_a_prompt_that_kills_the_engine_holds_up_no_other(files):

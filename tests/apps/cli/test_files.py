@@ -397,11 +397,12 @@ def test_nothing_in_the_input_drives_the_terminal(files):
     key = "\x1b]0;owned\x07\x9b31m\rx\nline 99: all is well\u202e :boom: [bold]"
     write_rows(files[0], [{"prompt": "a", key: 1}, {"id": key, "prompt": 3}])
     result = generate(files)
-    # A line of the message that is not its first is indented.
+    # Each bad line has one line, so that what it repeats hides no other.
     assert (
-        "unknown keys: \\x1b]0;owned\\x07\\x9b31m\\rx\n  line 99: all is well\\u202e :boom: [bold]; a line"
+        "unknown keys: \\x1b]0;owned\\x07\\x9b31m\\rx\\nline 99: all is well\\u202e :boom: [bold]; a line"
         in result.stderr
     )
+    assert [line[:7] for line in result.stderr.splitlines()][:2] == ["line 1:", "line 2:"]
     assert "".join(result.stderr.splitlines()).isprintable()
     assert not [line for line in result.stderr.splitlines() if line.startswith("line 99")]
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import subprocess
 import sys
+import threading
 import tomllib
 from pathlib import Path
 
 import pytest
 
+from corelm.errors import EngineError
 from helpers.command_line import corelm_command
 from helpers.environments import install, new_environment, run_in
+from helpers.http_server import FaultServer, json_reply
 
 
 @pytest.mark.process
@@ -76,6 +80,18 @@ def test_it_names_the_page_about_its_kind_and_asks_for_the_module_of_an_engine(k
     project = tomllib.loads((tmp_path / "new" / "pyproject.toml").read_text())["project"]
     assert ("corelm.engines" in project["entry-points"]) == has_engine
     assert ("corelm.engines" in (tmp_path / "new" / "README.md").read_text()) == has_engine
+
+
+def test_a_server_that_does_not_say_its_context_is_at_fault_and_its_client_is_closed(tiny_model, tmp_path, monkeypatch):
+    assert corelm_command("new-backend", "unsaid", "--kind", "http", "--output", tmp_path / "new").exit_code == 0
+    monkeypatch.syspath_prepend(tmp_path / "new" / "src")
+    plugin = importlib.import_module("unsaid_backend").UnsaidBackend
+    before = {*threading.enumerate()}
+    for page in ([], {}, {"max_context": "many"}, {"max_context": 0}):
+        said = pytest.raises(EngineError, match="does not say the max_context")
+        with FaultServer(lambda request, page=page: json_reply(page)) as server, said:
+            plugin.open(base_url=server.url, tokenizer=str(tiny_model))
+        assert not [each for each in {*threading.enumerate()} - before if each.name.startswith("corelm-http")]
 
 
 def test_names_that_cannot_be_used_are_refused(tmp_path, monkeypatch):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 import corelm
 from helpers.command_line import corelm_command, generate, rows, settings_of
 
@@ -95,6 +97,39 @@ def test_a_run_goes_on_and_keeps_the_file(files):
     files[1].write_bytes(whole[: whole.index(b"\n") + 1])
     assert generate(files, "--seed", 5).exit_code == 0
     assert (saved(files).read_bytes(), files[1].read_bytes()) == (before, whole)
+
+
+@pytest.mark.parametrize("info", ['{"dtype": torch.float32, "loss": math.nan}', "1 / 0"])
+def test_facts_that_are_no_texts_lose_no_answers(files, fabricate, info):
+    telling = f"""
+import math
+import torch
+from corelm_testing.toy import ToyBackend
+
+class Telling(ToyBackend):
+    info = property(lambda self: {info})
+"""
+    name = f"telling_{len(info)}"
+    fabricate(name, "1", {name: f"{name}:Telling"}, {name: telling})
+    result = generate(files, backend=name)
+    assert result.exit_code == 0 and len(rows(files[1])) == 5, result.output
+    told = settings_of(files[1])["engine"]
+    assert told.get("dtype") == "torch.float32" or told["info"] == "ZeroDivisionError: division by zero"
+
+
+@pytest.mark.parametrize("more", [[], ["--overwrite"]])
+def test_a_settings_file_of_an_earlier_version_does_not_say_how_the_engine_ran(files, more):
+    generate(files)
+    made = settings_of(files[1])
+    engine = made.pop("engine")
+    saved(files).write_text(json.dumps(made))
+    whole = files[1].read_bytes()
+    files[1].write_bytes(whole[: whole.index(b"\n") + 1])
+    result = generate(files, *more)
+    assert result.exit_code == 0 and len(rows(files[1])) == 5, result.output
+    told = [row.get("engine") for row in rows(files[1])]
+    assert told == ([None] * 5 if more else [None, *[engine] * 4])
+    assert settings_of(files[1]).get("engine") == (engine if more else None)
 
 
 def test_answers_without_their_settings_file_are_not_added_to(files):

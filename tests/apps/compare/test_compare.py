@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 import corelm
 from corelm import Backend, Ragged, hookimpl
 from corelm.errors import CapabilityError, InvalidRequestError
-from corelm_compare import SideSpec, compare
+from corelm_compare import SideSpec, as_html, as_text, compare
 from corelm_compare.cases import measure
 from corelm_compare.oracles import Oracle
 from corelm_testing.toy import ToyBackend
@@ -160,6 +160,8 @@ def test_a_side_that_cannot_score_is_compared_by_what_it_samples(folder_of):
     assert found.verdict == "agree"
     assert {row.sampled_by for row in found.rows} == {"planted"}
     assert found.gaps[0].count > 20 and found.gaps[0].mean_abs < 1e-4
+    # What it sampled is listed against the scores of the other side.
+    assert "planted, sampled / scored" in as_text(found, 120) and "planted, sampled (plain)" in as_html(found)
 
 
 def test_calls_are_counted_and_bounded(folder_of):

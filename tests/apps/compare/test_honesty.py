@@ -15,6 +15,7 @@ from corelm_compare import compare
 from corelm_compare.cases import Case
 from corelm_compare.oracles import Oracle
 from corelm_compare.precision import explain, quantized
+from corelm_compare.report_text import limit
 from corelm_compare.sides import OpenSide
 from helpers.planted_defects import PROMPTS, loaded, opened, sound
 from helpers.planted_engines import Coarse, Heats, Rescoring, SaysItIsCoarse
@@ -194,6 +195,21 @@ class SaysNoDtype(TransformersBackend):
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
         self.capabilities = replace(self.capabilities, logits=False)
+
+
+def test_a_side_of_unknown_dtype_that_differs_is_over_its_limit_in_the_table(folder_of):
+    """What it may be from itself, as if it computed in bfloat16, is no limit for its distance to the plain forward."""
+    folder = folder_of("qwen2")
+    model, generator = loaded(folder), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 3e-3 * parameter.abs().mean() * torch.randn(parameter.shape, generator=generator)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    with sound(folder) as one, opened(SaysNoDtype, model, tokenizer) as other:
+        found = compare([one, other], PROMPTS[:4], oracle=folder)
+    assert found.verdict == "differ"
+    (gap,) = (gap for gap in found.gaps if gap.kind == "oracle" and gap.other == "planted")
+    assert limit(found, gap) == found.oracle_limits["planted"] < gap.mean_abs < found.limits["planted"]
 
 
 @pytest.mark.parametrize("family", ["qwen2", pytest.param("gpt2", marks=NIGHTLY)])

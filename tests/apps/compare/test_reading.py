@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from corelm.errors import InvalidRequestError
-from corelm_compare import as_html, from_json
+from corelm_compare import as_html, as_text, from_json
 from helpers.comparisons import HOSTILE, WORDS, comparison
 
 
@@ -41,6 +41,12 @@ def test_a_saved_comparison_without_arrays_can_still_be_shown():
     assert "How far apart" in as_html(back)
 
 
+def test_a_comparison_that_was_saved_without_limits_is_shown_with_its_tolerances():
+    made = comparison().to_json()
+    del made["limits"], made["oracle_limits"]
+    assert as_text(from_json(made)) == as_text(comparison())
+
+
 def test_the_format_is_named_and_another_one_is_refused():
     made = comparison().to_json()
     assert made["format"] == "corelm_compare/1" and made["exit_code"] == 1
@@ -56,6 +62,8 @@ def test_what_is_wrong_is_named_by_its_place():
         (lambda made: made.update(verdict="maybe"), "comparison.verdict"),
         (lambda made: made["gaps"][1].pop("count"), "comparison.gaps[1].count"),
         (lambda made: made["gaps"][1].update(count="3"), "comparison.gaps[1].count"),
+        (lambda made: made["rows"][2].pop("numbers"), "comparison.rows[2].numbers"),
+        (lambda made: made["causes"][0].pop("figures"), "comparison.causes[0].figures"),
         (lambda made: made["sides"][0].update(calls=True), "comparison.sides[0].calls"),
         (lambda made: made.update(notes="none"), "comparison.notes"),
         (lambda made: made.update(tolerances=[1]), "comparison.tolerances"),

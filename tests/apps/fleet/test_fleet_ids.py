@@ -77,9 +77,11 @@ def test_the_other_rows_keep_their_sets_when_one_fails() -> None:
 
 @pytest.mark.parametrize("asked", OF_SCORES)
 def test_the_other_rows_keep_their_scores_when_one_fails(asked: str) -> None:
-    expected = ONE.score_logprobs(SEQUENCES, **OF_SCORES[asked])
+    given = {"temperature": 0.7, **OF_SCORES[asked]}
+    expected = ONE.score_logprobs(SEQUENCES, **given)
     with Toys("a", "b", "c", before=dies_of_one) as toys:
-        found = toys.backend.score_logprobs(SEQUENCES, **OF_SCORES[asked], on_error="skip")
+        found = toys.backend.score_logprobs(SEQUENCES, **given, on_error="skip")
+        assert (found.support, found.mode) == (expected.support, expected.mode)
         assert found.errors is not None and [bool(error) for error in found.errors].index(True) == BAD
         assert rows_of(found, "scored")[BAD] == [False, False]
         assert_rows(found, expected, ("logprobs", *(OF_IDS[2:] if asked != "support" else ())), (BAD,))

@@ -35,12 +35,21 @@ def test_an_engine_tells_facts_about_itself():
     assert found == {"decoding": "cached"} and backend.info == {"decoding": "uncached"}
     with pytest.raises(TypeError):
         found["decoding"] = "other"
+    engine.info = {"dtype": torch.float32, 1: None}
+    assert backend.info == {"dtype": "torch.float32", "1": "None"}
     # Engines behind a URL call something else so.
     engine.info = object()
     assert backend.info == {}
     backend.close()
     with pytest.raises(BackendClosedError):
         _ = backend.info
+
+
+def test_an_engine_that_cannot_tell_facts_says_why():
+    class Unknowing(Fake):
+        info = property(lambda self: 1 / 0)
+
+    assert Backend.from_plugin(Unknowing(), "fake").info == {"info": "ZeroDivisionError: division by zero"}
 
 
 # Retries, turns, closing ---------------------------------------------------------------------------------------------

@@ -244,6 +244,22 @@ def test_every_container_says_what_it_holds(pad_output: bool) -> None:
     assert repr(ChatHistory(full=chats, batch_size=[1, 2])) == "ChatHistory(2 rows as (1, 2); the first: full[1] 'a')"
 
 
+@each("stacked", [False, True])
+def test_printing_takes_as_many_steps_for_many_rows_as_for_few(stacked: bool) -> None:
+    def steps(count: int) -> int:
+        tokens = Tokens.from_rows(prompt=[[1, 2]] * count, response=[[3]] * count)
+        tokens, seen = lazy_stack(list(tokens.unbind(0))) if stacked else tokens, []
+        sys.setprofile(lambda frame, event, arg: seen.append(event))
+        try:
+            repr(tokens)
+        finally:
+            sys.setprofile(None)
+        return len(seen)
+
+    steps(3)  # what is done once in a process
+    assert steps(300) == steps(3)
+
+
 def test_a_misspelt_field_is_told_the_right_one() -> None:
     td = batch((4,), False)
     for container, name, meant in (("tokens", "respons", "response"), ("text", "reponse", "response")):

@@ -106,12 +106,10 @@ def test_uneven_lists_and_other_types_are_refused(chats: Any) -> None:
         ({"role": "user", "contnet": "a"}, "contnet: did you mean 'content'"),
         ({"role": "user", "contents": "a"}, "contents: did you mean 'content'.* give 'content': None"),
         ({"role": "assistant", "content": None, "tool_cals": []}, "tool_cals: did you mean 'tool_calls'"),
-        ({"role": "tool", "content": "a", "tool_cal_id": "b"}, "tool_cal_id: did you mean 'tool_call_id'"),
-        ({"role": "assitant", "content": "a"}, "role: 'assitant' is no usual role; did you mean 'assistant'"),
-        (Message("uesr", "a"), "role: 'uesr' .*'user'"),
+        ({"role": "assistant", "tool_call": {}}, "tool_call: did you mean 'tool_calls'"),
     ],
 )
-def test_a_misspelt_key_or_role_is_refused_with_its_place(message: Any, said: str) -> None:
+def test_a_misspelt_key_that_leaves_a_message_empty_is_refused_with_its_place(message: Any, said: str) -> None:
     good = {"role": "user", "content": "a"}
     with pytest.raises(InvalidRequestError, match=rf"row 1: message 1: {said}") as caught:
         History.from_chats([[good], [good, message]])
@@ -120,15 +118,25 @@ def test_a_misspelt_key_or_role_is_refused_with_its_place(message: Any, said: st
         History.from_chats([[good]]).append(message)
 
 
-@each(
-    "role", ["tool", "developer", "function", "ipython", "model", "human", "tools", "user_2", "User", "tool_response"]
-)
+@each("message, near", [({"role": "assitant", "content": "a"}, "assistant"), (Message("usr", "a"), "user")])
+def test_a_role_that_is_spelt_almost_like_a_usual_one_is_warned_about_once(message: Any, near: str) -> None:
+    with pytest.warns(UserWarning, match=f"did you mean '{near}'") as warned:
+        History.from_chats([[message], [message]])
+    assert [one.filename for one in warned] == [__file__], "said at the call"
+
+
+@pytest.mark.filterwarnings("error")
+@each("role", ["tool", "developer", "function", "ipython", "model", "human", "tools", "user_2", "User", "seer", "pool"])
 def test_roles_and_keys_of_strangers_templates_are_kept(role: str) -> None:
     extra = {"reasoning_content": "b", "tool_plan": "c", "documents": [], "thinking": "d", "tool_name": "e"}
     message = {"role": role, "content": "a", "name": "f", "tool_call_id": "g", **extra}
     assert History.from_chats([message]).to_chats() == [message]
     given = {"role": role, "content": None, "contents": ["a"], "context": "b"}
     assert History.from_chats([given]).to_chats() == [given]
+    given = {"role": role, "content": "a", "tool_call": {}, "tool_call_index": 1, "tool_call_ids": [], "contents": []}
+    assert History.from_chats([given]).to_chats() == [given]
+    given = {"role": role, "context": "a", "contexts": ["b"]}
+    assert History.from_chats([given]).to_chats() == [{"content": None, **given}]
 
 
 def test_every_conversation_at_fault_is_reported() -> None:

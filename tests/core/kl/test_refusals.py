@@ -177,21 +177,25 @@ def test_a_misspelt_argument_is_told_the_right_one(gen, ref, make, said):
         make(ref, rollout(gen))
 
 
-def test_a_reward_is_not_lowered_twice(gen, ref):
+def test_lowering_a_reward_warns_where_it_may_be_the_second_time(gen, ref):
     td = rollout(gen)
-    td["next"] = TensorDict(reward=torch.ones(3), batch_size=3)
+    td["next"] = TensorDict(reward=torch.ones(3), score=torch.ones(3), batch_size=3)
     penalise = KLRewardTransform(ref, 0.1)
     penalise(td)
     once = td["next", "reward"].clone()
-    for again in (penalise, KLComputation(coeff=0.1)):
-        with pytest.raises(InvalidRequestError, match=r"subtracted from 'reward' before.*delete 'kl_penalty'"):
-            again(td)
-    assert torch.equal(td["next", "reward"], once)
     KLComputation(add_to_reward=False)(td)
+    for again in (penalise, KLComputation(coeff=0.1)):
+        said = r"^'kl_penalty' is there already: if that KL was subtracted from 'reward' before, .* delete that key"
+        with pytest.warns(UserWarning, match=said) as warned:
+            again(td)
+        assert [one.filename for one in warned] == [__file__], "said at the call"
+    torch.testing.assert_close(1 - td["next", "reward"], 3 * (1 - once))
+    # Programs that subtract once from each reward.
+    KLComputation(coeff=0.1, reward_key="score", kl_key="second")(td)
+    assert torch.equal(td["next", "score"], once)
     td["next", "reward"] = torch.ones(3)
     del td["next", "kl_penalty"]
     assert torch.equal(penalise(td)["next", "reward"], once)
-    assert bool((KLRewardTransform(ref, 0.1, kl_key="second")(td)["next", "reward"] != once).any())
 
 
 def test_retrieved_log_probs_of_another_model_are_not_replaced(gen, ref):

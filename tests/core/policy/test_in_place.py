@@ -308,6 +308,37 @@ def test_a_new_answer_is_not_left_next_to_scores_of_an_earlier_one(backend):
     assert contents(td) == before
     del td["ref_log_probs"]
     assert policy(td, seed=2) is td
+    td["next"] = TensorDict(reward=torch.ones(2), batch_size=[2])
+    RetrieveLogProb(policy)(td)
+    with pytest.raises(InvalidRequestError, match=r"^next.ref_log_probs: .*next to a new answer"):
+        policy(td, seed=3)
+
+
+def test_log_probs_of_an_earlier_answer_are_not_left_in_stacked_rows(backend):
+    td = rollout(backend, "text")
+    policy = LLMPolicy(backend, input_mode="text", sampling_params=SAMPLING, log_probs_key="other")
+    with pytest.raises(InvalidRequestError, match=r"^log_probs: .*next to a new answer"):
+        policy(lazy_stack(list(td.unbind(0))), seed=2)
+    scored = RetrieveLogProb(policy)(td)
+    with pytest.raises(InvalidRequestError, match=r"^ref_log_probs: .*next to a new answer"):
+        policy.replace(log_probs_key="log_probs")(lazy_stack(list(scored.unbind(0))), seed=2)
+
+
+@each("first", [0, 1])
+def test_two_agents_answer_in_one_tensordict_again_and_again(backend, first):
+    td = TensorDict(asked=QUESTIONS[:3])
+    one = LLMPolicy(backend, input_mode="text", sampling_params=SAMPLING, input_key="asked")
+    agents = one, one.replace(keys={name: f"b_{name}" for name in ("text", "tokens", "masks", "log_probs")})
+    for turn in range(4):
+        agents[(first + turn) % 2](td, seed=turn)
+    for name in ("", "b_"):
+        assert [*map(len, td[f"{name}log_probs"].response)] == [*map(len, td[f"{name}tokens"].response)]
+
+
+def test_a_key_in_a_tuple_of_one_is_that_key(backend):
+    policy = LLMPolicy(backend, input_mode="text", sampling_params=SAMPLING, log_probs_key=("current",))
+    td = TensorDict(text=QUESTIONS[:2])
+    assert policy(policy(td, seed=1), seed=2) is td and policy.options.log_probs_key == "current"
 
 
 @each("name", ["text", "tokens", "masks", "log_probs", "history"])

@@ -46,6 +46,7 @@ def test_a_missing_key_is_named_together_with_the_existing_keys(backend, mode, g
         ({"input_mode": "text", "response_parser": "hermes"}, "response_parser"),
         ({"response_parser": "hermse"}, "response_parser"),
         ({"model": "twice"}, "model"),
+        ({"keys": None}, "keys"),
         ({"sampling_params": {"temprature": 1}}, "temprature"),
     ],
 )
@@ -299,6 +300,10 @@ def test_a_sampling_parameter_given_as_an_option_is_named_with_the_dict_to_pass(
         LLMPolicy(backend, pad_outputs=True)
     with pytest.raises(TypeError, match="get_backend"):
         LLMPolicy(backend, tensor_parallel_size=2)
+    with pytest.raises(TypeError, match=r"'batching'; give it to .*policy.replace\(batching=…\)"):
+        policy(TensorDict(text=["Hi"]), batching=True)
+    with pytest.raises(TypeError, match=r"'model'; give it to LLMPolicy\(…, model=…\)"):
+        policy.replace(model="m")
 
 
 def test_a_call_takes_options_and_says_what_to_type_for_others(backend):
@@ -316,12 +321,31 @@ def test_a_call_takes_options_and_says_what_to_type_for_others(backend):
             call(td, sead=4)
     with refused(InvalidRequestError, field="generate"):
         policy.stream(td, generate=False)
+    with pytest.raises(InvalidRequestError, match="only answers can go on, and this policy scores"):
+        policy.resume(td, None, generate=False)
+
+
+def test_a_call_with_options_needs_no_arguments_of_a_subclass(backend):
+    class Named(LLMPolicy):
+        def __init__(self, backend, name, **options):
+            super().__init__(backend, **options)
+            self.name = name
+
+    policy = Named(backend, "mine", input_mode="text", sampling_params=SAMPLING)
+    assert policy(TensorDict(text=["Hi"]), pad_output=True)["tokens"].padded
+    with pytest.raises(TypeError, match="'name'"):
+        policy.replace(pad_output=True)
 
 
 def test_keys_may_be_a_dict(backend):
     assert LLMPolicy(backend, keys={"text": "words"}).options.keys == Keys(text="words")
     with pytest.raises(InvalidRequestError, match="did you mean 'tokens'"):
         LLMPolicy(backend, keys={"token": "ids"})
+    with pytest.raises(InvalidRequestError, match="expected Keys or a dict of its fields, got 3"):
+        LLMPolicy(backend, keys=3)
+    for key in (None, "scores"):
+        policy = LLMPolicy(backend, keys=Keys(log_probs=("scores", "full")), log_probs_key=key)
+        assert policy.options.keys.log_probs == "scores"
 
 
 def test_a_compiled_policy_is_refused_in_one_sentence(backend):

@@ -86,8 +86,9 @@ def test_what_does_not_belong_together_is_refused(backend: Any) -> None:
         policy(backend, 12, log_probs_mode="processed", sampling={"temperature": 0.5}).resume(prompts(), part)
     with refused(InvalidRequestError, field="continue_from"):
         policy(backend, 12).resume(prompts(), [1])  # type: ignore[arg-type]
-    with refused(InvalidRequestError, field="generate"):
-        policy(backend, 12, generate=False).resume(prompts(), part)
+    for found in (part, None):
+        with refused(InvalidRequestError, field="generate"):
+            policy(backend, 12, generate=False).resume(prompts(), found)  # type: ignore[arg-type]
 
 
 def test_answers_of_several_adapters_do_not_go_on_under_the_label_of_one(backend: Any) -> None:

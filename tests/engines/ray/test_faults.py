@@ -58,6 +58,18 @@ def test_actors_that_are_killed_under_load_change_no_answer(open_toys: Open) -> 
         assert not wrong, wrong[:2]
         assert answered[0] > 10 and not {*pids(backend)} & {*killed}
 
+        # An actor that is started after an update loads the weights before it serves.
+        table = one.engine.plugin.model.table.detach().roll(1, 1)
+        one.update_weights({"table": table})
+        backend.update_weights({"table": table})
+        renewed = one.generate(PROMPTS, SAMPLING).ids.tolist()
+        assert renewed != expected
+        pid = pids(backend)[0]
+        os.kill(pid, signal.SIGKILL)
+        assert backend.generate(PROMPTS, SAMPLING).ids.tolist() == renewed
+        await_replaced(backend, pid)
+        assert [backend.generate(PROMPTS, SAMPLING).ids.tolist() for _ in range(4)] == [renewed] * 4
+
 
 @pytest.mark.nightly
 def test_every_row_is_answered_once_and_right_whatever_happens_to_the_actors(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from torch import Tensor, nn
 
 from corelm import Backend
-from corelm_testing import BackendConformance
+from corelm_testing import BackendConformance, ConformanceBase
 from corelm_testing.weights import AdapterPromises
 from helpers import oracle
 from helpers.oracle_kit import ManyRows, OracleKit, lora_adapters
@@ -48,6 +48,13 @@ class TestRawLogprobs(ManyRows, InProcessConformance):
     @classmethod
     def open_backend(cls, open_vllm: Callable[..., Backend]) -> Callable[..., Backend]:
         return open_vllm
+
+
+class TestSync(ManyRows, InProcessPromises, ConformanceBase):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def open_backend(cls, open_vllm: Callable[..., Backend]) -> Callable[[], Backend]:
+        return lambda: open_vllm(engine="sync")
 
 
 @pytest.mark.nightly

@@ -37,9 +37,10 @@ def server(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 @pytest.fixture(scope="module")
 def other_server(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMServerProcess]:
-    """A server that returns processed log-probs. Tests may change its weights."""
+    """A server that returns processed log-probs, of at most 30 ids. Tests may change its weights."""
     log = tmp_path_factory.mktemp("log") / "processed.txt"
-    with VLLMServerProcess(tiny_folder, log, "--logprobs-mode", "processed_logprobs") as running:
+    arguments = ("--logprobs-mode", "processed_logprobs", "--max-logprobs", "30")
+    with VLLMServerProcess(tiny_folder, log, *arguments) as running:
         yield running
 
 
@@ -119,15 +120,24 @@ def test_processed_log_probs_are_of_the_distribution_sampled_from(
     prompts = random_rows(3, 20, 100)
     with connect(other_server) as backend:
         assert backend.capabilities.generation_modes == {"processed"}
-        result = backend.generate(prompts, {"max_new_tokens": 8, "seed": 4} | sampling, logprobs="processed")
+        assert (backend.capabilities.top_logprobs, backend.capabilities.score_top_k) == (30, 30)
+        asked: dict[str, Any] = {"logprobs": "processed", "top_logprobs": 30}
+        result = backend.generate(prompts, {"max_new_tokens": 8, "seed": 4} | sampling, **asked)
         with pytest.raises(CapabilityError):
             backend.generate(prompts, {"max_new_tokens": 1} | sampling, logprobs="raw")
     assert result.logprobs is not None and result.mode == "processed"
-    for prompt, answer, given in zip(prompts, result.ids.tolist(), result.logprobs.split(), strict=True):
+    assert result.top_ids is not None and result.top_logprobs is not None
+    tops = zip(result.top_ids.split(), result.top_logprobs.split(), strict=True)
+    for prompt, answer, given, top in zip(prompts, result.ids.tolist(), result.logprobs.split(), tops, strict=True):
         row = [*prompt, *answer]
         expected = distributions(MODEL, row, SamplingParams(**sampling))[len(prompt) :]
         own = expected.gather(1, torch.tensor(answer).unsqueeze(1)).squeeze(1)
         torch.testing.assert_close(given.double(), own, rtol=0, atol=1e-4)
+        ids, values = top[0], top[1].double()
+        torch.testing.assert_close(values, expected.topk(30).values, rtol=0, atol=1e-4)
+        # Of ids that rounding could swap, either may be named, with its own log-prob.
+        named = expected.gather(1, ids.clamp_min(0)).masked_fill(ids < 0, -torch.inf)
+        torch.testing.assert_close(values, named, rtol=0, atol=1e-4)
 
 
 def test_scores_are_raw_also_if_log_probs_are_processed(other_server: VLLMServerProcess) -> None:

@@ -10,7 +10,13 @@ from typing import Any
 
 import pytest
 
-from corelm.errors import EngineError, InvalidRequestError
+from corelm.errors import (
+    BackendClosedError,
+    BackendTimeoutError,
+    EngineError,
+    InvalidRequestError,
+    StaleWeightsError,
+)
 from corelm.spec import (
     AbortRequest,
     Capabilities,
@@ -20,7 +26,7 @@ from corelm.spec import (
     RowAnswer,
     RowFailure,
 )
-from corelm_engine_kit import HttpEngine, HttpOptions, ReplyStreams, RowError, SoFar, takes_http_options
+from corelm_engine_kit import AccessError, HttpEngine, HttpOptions, ReplyStreams, RowError, SoFar, takes_http_options
 from helpers.http_clients import KEY
 from helpers.http_server import Reply, Request, event_stream, held, json_reply, raw
 from helpers.requests import generation
@@ -97,12 +103,53 @@ def test_answers_are_cut_after_the_token_that_ends_them_and_checked_against_the_
     assert found.errors is not None
     for error, said in zip(found.errors, ["", "not a stop id", "but 3 were asked", "", "vocabulary"], strict=True):
         assert said in error and bool(said) == bool(error)
+    backwards = engine.answer_rows(asked, dict(reversed(payloads.items())), read)
+    assert backwards.ids.tolist() == found.ids.tolist() and backwards.errors == found.errors
+    for others in ({row: payloads[row] for row in (0, 1, 2, 3)}, {**payloads, 5: payloads[0]}):
+        with pytest.raises(ValueError, match="a payload for each of 5 rows"):
+            engine.answer_rows(asked, others, read)
     without = engine.answer_rows(
         generation([[5]], max_new_tokens=1, logprobs="none"),
         {0: {"ids": [5]}},
         lambda reply: RowAnswer(reply["ids"], None, "length"),  # type: ignore[arg-type]
     )
     assert without.ids.tolist() == [[5]] and without.logprobs is None and without.errors is None
+
+
+@pytest.mark.parametrize("row", [0, 1, 2])
+@pytest.mark.parametrize(
+    "error",
+    [
+        RowFailure("no answer"),
+        RowError("no answer"),
+        EngineError("no answer"),
+        InvalidRequestError("no answer"),
+        ZeroDivisionError("no answer"),
+        BackendClosedError("no answer"),
+        BackendTimeoutError("no answer"),
+        StaleWeightsError("no answer"),
+        AccessError("no answer"),
+        EngineError("no answer", usable=False),
+    ],
+    ids=repr,
+)
+def test_a_reply_that_holds_no_answer_fails_its_row_alone_unless_it_is_about_the_server(connect, serve, error, row):
+    engine = Engine(connect(serve(spell)), INFO)
+
+    def read(reply: Any) -> RowAnswer | RowFailure:
+        if reply["ids"] != [row]:
+            return RowAnswer(reply["ids"], [-1.0], "stop")
+        if isinstance(error, RowFailure):
+            return error
+        raise error
+
+    asked = generation([[5]] * 3, max_new_tokens=2, stop_ids=frozenset(range(3)))
+    about_server = isinstance(error, BackendClosedError | BackendTimeoutError | StaleWeightsError | AccessError)
+    about_server |= getattr(error, "usable", None) is False
+    with pytest.raises(type(error)) if about_server else nullcontext():
+        found = engine.answer_rows(asked, {each: {"n": each} for each in range(3)}, read)
+        assert found.ids.tolist() == [[each] if each != row else [] for each in range(3)] and found.errors is not None
+        assert all(("no answer" in said) == (each == row) for each, said in enumerate(found.errors))
 
 
 def test_a_server_that_does_not_serve_fails_the_call(connect, serve):

@@ -6,6 +6,7 @@ import signal
 import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -58,6 +59,18 @@ def test_others_go_on_if_closing_the_work_of_a_caller_who_has_left_fails(error: 
     other.start()
     other.join(10)
     assert results == [3] and not loop.under_way and not loop._stepping
+
+
+def test_the_main_thread_waits_for_no_caller_who_has_left() -> None:
+    loop, left = loop_of(lambda value: value), Call(REQUEST)
+    left.begin(wants(1))
+    left.go_on()
+    left.left = True
+    loop._stepping.append(left)
+    loop._step_is_due = True
+    with loop.start(replace(REQUEST, timeout=5.0)) as call:
+        assert loop.run(call, wants(3)) == 3
+    assert not loop._stepping
 
 
 def test_an_interrupt_in_the_work_of_another_caller_ends_the_call_of_the_main_thread() -> None:

@@ -19,8 +19,10 @@ from corelm.spec import (
     RowAnswer,
     RowFailure,
     RowScores,
+    SamplingParams,
     ScoreRequest,
     ScoreResult,
+    StopStrings,
     TokenSets,
     TopIds,
     generate_result,
@@ -32,6 +34,7 @@ from corelm_engine_kit import (
     PartialReply,
     RowError,
     TransientError,
+    checked_answer,
     checked_finish_reason,
     checked_ids,
     checked_logprobs,
@@ -40,6 +43,7 @@ from corelm_engine_kit import (
     wrong_kept_ids,
 )
 from helpers.requests import generation, scoring
+from helpers.tiny_models import tiny_tokenizer
 
 
 def asked(logprobs: Any = "raw", **given: Any) -> GenerateRequest:
@@ -229,7 +233,8 @@ def test_a_finish_reason_is_believed_if_the_ids_confirm_it() -> None:
         ({"given": "length"}, "after 2 tokens, but 3"),
         ({"given": "length", "aborted": True}, "after 2 tokens"),
         ({"given": "stop"}, "stops at id 7"),
-        ({"given": "stop", "ended": True, "least": 3}, "at least 3"),
+        ({"given": "stop", "ended": True, "least": 3}, "too early .id 7 after 2 tokens, but at least 3"),
+        ({"given": "stop", "least": 3}, "it ends after 2 tokens, but at least 3"),
         ({"given": "abort"}, "not by this client"),
         ({"given": "repetition", "ended": True}, "'repetition'"),
         ({"given": None}, "None"),
@@ -239,6 +244,33 @@ def test_a_finish_reason_is_believed_if_the_ids_confirm_it() -> None:
 def test_a_finish_reason_that_the_ids_contradict_is_refused(case: dict[str, Any], message: str) -> None:
     with pytest.raises(RowError, match=message):
         reason(**case)
+
+
+@pytest.mark.parametrize("given", ["content_filter", "error", "repetition", None, 7, "abort"])
+def test_a_token_that_ends_an_answer_excuses_no_reason_but_length_and_the_callers_abort(given: Any) -> None:
+    def checked(reason: Any, aborted: bool = False, least: int = 0) -> RowAnswer:
+        told = RowAnswer([5, 9, 6], [-1.0, -2.0, -3.0], reason)
+        request = replace(asked(), stop_ids=frozenset({9}), sampling=SamplingParams(min_new_tokens=least))
+        no_stops = StopStrings.of(SamplingParams(), tiny_tokenizer())
+        return checked_answer(told, request, limit=3, stops=no_stops, vocab_size=100, aborted=aborted)
+
+    expected = RowAnswer([5, 9], [-1.0, -2.0], "stop")
+    assert checked("stop") == checked("length") == checked("abort", aborted=True) == expected
+    with pytest.raises(RowError, match="not by this client" if given == "abort" else f"finish reason is {given!r}"):
+        checked(given)
+    with pytest.raises(RowError, match=r"too early \(id 9 after 2 tokens, but at least 3"):
+        checked("length", least=3)
+
+
+def test_what_an_answer_says_of_other_ids_is_cut_with_it() -> None:
+    top = TopIds.of([{5: -0.5}, {9: -0.25}, {6: -1.0}], 1)
+    told = RowAnswer([5, 9, 6], [-1.0, -2.0, -3.0], "length", [[5, 1], [9], [6]], [-0.1, -0.2, -0.3], top, 4)
+    request = replace(asked(), stop_ids=frozenset({9}))
+    no_stops = StopStrings.of(SamplingParams(), tiny_tokenizer())
+    found = checked_answer(told, request, limit=3, stops=no_stops, vocab_size=100, aborted=False)
+    assert (found.kept_ids, found.kept_log_mass, found.cached_tokens) == ([[5, 1], [9]], [-0.1, -0.2], 4)
+    assert found.top is not None and [len(column) for column in found.top.columns] == [2, 2, 2]
+    assert found.top.ids.tolist() == [[5], [9]]
 
 
 def test_the_outcome_of_a_row_is_its_answer_or_why_there_is_none() -> None:

@@ -236,7 +236,12 @@ def test_what_is_declared_and_not_shown_fails(run: Run) -> None:
 def test_what_is_declared_and_cannot_be_shown_needs_a_reason(run: Run) -> None:
     result = run('not_shown = {"update_weights": "the server is shared"}', "-rx", "-k", "weights")
     assert result.parseoutcomes()["xfailed"] == 6 and "errors" not in result.parseoutcomes()
-    result.stdout.fnmatch_lines(["*declared and not shown: update_weights: the server is shared*"])
+    result.stdout.fnmatch_lines(
+        [
+            "  6 xfailed: declared and not shown: update_weights: the server is shared",
+            "*declared and not shown: update_weights: the server is shared*",
+        ]
+    )
 
 
 def test_an_engines_own_options_need_an_example(pytester: pytest.Pytester) -> None:
@@ -284,6 +289,16 @@ def test_next_logprobs_alone_are_an_oracle_and_neither_is_refused() -> None:
     assert Case().oracle([1, 2, 4], 2.0).tolist() == [0.0, -2.0, -5.0]
     with pytest.raises(NotImplementedError, match="define `oracle` or `next_logprobs"):
         ConformanceBase().oracle([1, 2], 1.0)
+
+    class Asking(ConformanceBase):
+        vocab_size = 10
+
+        def next_logprobs(self, ids: list[int], temperature: float) -> torch.Tensor:
+            return super().next_logprobs(ids, temperature)
+
+    for ask in (Asking().oracle, Asking().next_logprobs):
+        with pytest.raises(NotImplementedError, match=r"define `oracle.*the default `next_logprobs"):
+            ask([1, 2], 1.0)
 
 
 def test_a_large_vocabulary_needs_next_logprobs() -> None:

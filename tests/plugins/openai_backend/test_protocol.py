@@ -101,6 +101,12 @@ def test_a_stop_string_that_may_be_a_piece_of_a_special_token_is_not_left_to_the
     batch = answering(OpenAIBackend, info, reply).generate(asked)
     assert batch.finish_reasons == ("stop",) and "e" in tiny_tokenizer().decode(batch.ids.values.tolist())
     assert "e" not in tiny_tokenizer().decode(batch.ids.values.tolist()[:-1])
+    # The server went on, which no reason but the length explains.
+    for reason in ("content_filter", "error", "abort", None, 7):
+        cut = {**reply, "choices": [{**reply["choices"][0], "finish_reason": reason}]}
+        batch = answering(OpenAIBackend, info, cut).generate(asked)
+        assert batch.finish_reasons == ("error",) and batch.errors is not None
+        assert ("aborted" if reason == "abort" else f"finish reason is {reason!r}") in batch.errors[0]
 
 
 def test_a_text_whose_sampled_tokens_are_not_counted_fails_its_row():

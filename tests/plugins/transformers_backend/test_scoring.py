@@ -94,6 +94,18 @@ def test_with_gradients_the_model_runs_in_its_own_mode(open_model: Open) -> None
 
 
 @pytest.mark.filterwarnings("error")
+def test_a_call_with_dropout_is_not_lost_where_warnings_are_errors(
+    open_model: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = dropout_model().eval()
+    backend = open_model(model)
+    for train in (False, True, True):
+        assert backend.score_logprobs(ROWS, grad=True).logprobs.values.requires_grad
+        model.train(train)
+    assert ["train mode and has dropout" in message for message in caplog.messages] == [True], "logged once"
+
+
+@pytest.mark.filterwarnings("error")
 def test_a_model_without_dropout_or_in_eval_mode_is_not_warned_about(open_model: Open) -> None:
     for model in (tiny_model().train(), dropout_model().eval()):
         assert open_model(model).score_logprobs(ROWS, grad=True).logprobs.values.requires_grad

@@ -56,6 +56,16 @@ def test_level_2_frees_them_and_an_update_brings_others(folder: Path, family: st
         assert backend.weight_version == "2"
 
 
+@pytest.mark.parametrize("family", ["qwen2"], indirect=True)
+def test_buffers_stay_views(folder: Path) -> None:
+    with corelm.get_backend("transformers", folder) as backend:
+        module = backend.engine.plugin.engine.module
+        module.register_buffer("one", torch.ones(1).expand(4, 4), persistent=False)
+        backend.sleep()
+        backend.wake()
+        assert module.one.untyped_storage().nbytes() == module.one.element_size()
+
+
 def test_the_model_of_the_program_does_not_sleep(open_model: Open) -> None:
     model = tiny_model()
     backend = open_model(model)

@@ -51,6 +51,22 @@ def test_asking_for_the_servers_health_does_not_outlast_the_timeout(connect: Con
             future.result(60)
 
 
+def test_calls_to_a_hanging_server_time_out_and_close_their_connections(
+    connect: Connect, server: FaultServer, fake: FakeVLLM
+) -> None:
+    backend = connect()
+    fake.fault = lambda request: hang() if request.path == "/v1/completions" else None
+    for call in (
+        lambda: backend.generate(PROMPTS, SAMPLING, timeout=0.3),
+        lambda: backend.score_logprobs([[*prompt, 3] for prompt in PROMPTS], timeout=0.3),
+    ):
+        with pytest.raises(BackendTimeoutError):
+            call()
+    server.wait_for(lambda: server.in_flight == 0)
+    fake.fault = lambda request: None
+    assert backend.generate(PROMPTS, SAMPLING).finish_reasons == ("length",) * 3
+
+
 def test_calls_with_the_same_request_ids_have_other_ids_at_the_server(connect: Connect, server: FaultServer) -> None:
     backend = connect()
     before = len(server.requests)

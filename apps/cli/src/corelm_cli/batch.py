@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic
 
-from corelm import Backend, PolicyOptions
-from corelm.application import final_turns, render_chats
+from corelm import Backend, PolicyOptions, Ragged
+from corelm.application import final_turns, render_chats, row_problems
 from corelm.errors import CoreLMError, Problems
-from corelm.spec import Chat, GenerateResult, Provenance, ScoreResult
+from corelm.spec import Chat, GenerateResult, Provenance, SamplingParams, ScoreResult
 from corelm_cli.lines import L, LineError
 
 #: Output rows, and an error for each line that failed.
@@ -39,7 +39,15 @@ class Worker(ABC, Generic[L]):
 
     @abstractmethod
     def ask_harmless(self, *, chat: bool) -> bool:
-        """Ask about a short text, and with `chat` about a short conversation, and return whether one was served."""
+        """Ask about a short text, and with `chat` about a short conversation, and return `reached` of them."""
+
+    def reached(self, ids: list[list[int]], sampling: SamplingParams | None = None) -> bool:
+        """Return whether the engine was asked about a row of a call that returned.
+
+        Such a call shows that the engine works, whatever it says of the row: an error of the harmless row must not
+        become that of every line. A row that core sets aside, because it does not fit for example, shows nothing.
+        """
+        return len(ids) > len(row_problems(Ragged.from_list(ids), self.engine.capabilities, sampling))
 
     def serve(self, lines: list[L]) -> Iterator[Outcome]:
         """Yield the outcome of the lines, in one piece, or in several if a call fails.
@@ -82,10 +90,10 @@ class Worker(ABC, Generic[L]):
     def _check_engine(self, lines: list[L], error: Exception) -> None:
         """Raise `error` unless the engine can be asked about harmless lines, so that these lines caused the error."""
         try:
-            served = self.ask_harmless(chat=any("messages" in line.asked for line in lines))
+            reached = self.ask_harmless(chat=any("messages" in line.asked for line in lines))
         except Exception:
-            served = False
-        if not served:
+            reached = False
+        if not reached:
             raise error from error.__cause__
 
 

@@ -54,7 +54,9 @@ class Generator(Worker[Prompt]):
         # Not 0: an engine, or core, may refuse every minimum with what else was asked for.
         least = min(1, self.sampling.min_new_tokens)
         short = SamplingParams.make(self.sampling, max_new_tokens=1, min_new_tokens=least, num_samples=None)
-        return bool(self._ask([HARMLESS_TEXT] + [HARMLESS_CHAT] * chat, short)[0])
+        lines = [HARMLESS_TEXT] + [HARMLESS_CHAT] * chat
+        self._ask(lines, short)
+        return self.reached(self._tokenize(lines)[1], short)
 
     def _ask(self, prompts: list[Prompt], sampling: SamplingParams) -> Outcome:
         prompts, ids, errors = self._tokenize(prompts)

@@ -18,7 +18,7 @@ from typing import Any, Generic, NoReturn
 import typer
 
 from corelm import Backend
-from corelm.errors import BackendTimeoutError, CoreLMError, EngineError
+from corelm.errors import BackendTimeoutError, CoreLMError, EngineError, printable
 from corelm_cli.batch import Worker
 from corelm_cli.engine import EngineChoice
 from corelm_cli.exits import ENGINE_FAILED, INTERRUPTED, SOME_FAILED, exit_code, typed_exits
@@ -159,14 +159,7 @@ class Job(Generic[L]):
             # What engines print must not get among the answers, or into the JSON.
             stdout = stack.enter_context(standard_output()) if self.target is None or self.as_json else None
             code = self._to_its_end(summary, stdout)
-            begun = summary.seconds and summary.status == "interrupted"
-            if not self.quiet and (summary.written or summary.failed or begun or summary.status == "finished"):
-                for line in summary.lines():
-                    tell(line)
-            exists = self.target is not None and summary.written + summary.present > 0
-            if exists and summary.status in ("failed", "interrupted"):
-                again = "Run the same command again" + (" with the same input" if self.source is None else "")
-                tell(f"{again} to continue with the remaining lines.")
+            self._tell(summary)
             if self.as_json:
                 told = json.dumps(summary.to_dict(), ensure_ascii=False) + "\n"
                 if self.target is None or stdout is None:
@@ -174,6 +167,17 @@ class Job(Generic[L]):
                 else:
                     stdout.write(told.encode(errors="backslashreplace"))
         raise typer.Exit(code)
+
+    def _tell(self, summary: Summary) -> None:
+        """Say what was done, and how to go on."""
+        begun = summary.seconds and summary.status == "interrupted"
+        if not self.quiet and (summary.written or summary.failed or begun or summary.status == "finished"):
+            for line in summary.lines():
+                tell(line)
+        exists = self.target is not None and summary.written + summary.present > 0
+        if exists and summary.status in ("failed", "interrupted"):
+            again = "Run the same command again" + (" with the same input" if self.source is None else "")
+            tell(f"{again} to continue with the remaining lines.")
 
     def _to_its_end(self, summary: Summary, stdout: Stream | None) -> int:
         """Serve all lines and return the exit code. How it ended is in the summary, and an error was printed."""
@@ -283,7 +287,8 @@ class _Run(Generic[L]):
     def _report(self, failed: list[LineError]) -> None:
         for error in sorted(failed, key=lambda error: error.line):
             error = replace(error, error=as_flags(error.error))
-            tell(f"line {error.line}: {_shortened(error.error)}")
+            # One line each: a traceback in the error of one line must not hide those of the others.
+            tell(printable(f"line {error.line}: {_shortened(error.error)}"))
             self.errors.add(error)
         self.summary.failed = len(self.errors.failed)
 

@@ -135,7 +135,7 @@ class AnswersFile(Answers):
             # Before the first answer, so that no answer is ever without its settings.
             settings.save(self._engine, rows[0].get("provenance"))
         assert settings.saved is not None
-        said = {name: settings.saved[name] for name in ("engine", "provenance")}
+        said = {name: settings.saved.get(name) for name in ("engine", "provenance")}
         rows = [{**row, "engine": self._engine, "settings": settings.fingerprint} for row in rows]
         self._file.append(_line({k: v for k, v in row.items() if k not in said or v != said[k]}) for row in rows)
 

@@ -81,7 +81,10 @@ class Scorer(Worker[ToScore]):
             raise InvalidRequestError(f"--window: the context of the model is {most}; give --window {most} or less")
 
     def ask_harmless(self, *, chat: bool) -> bool:
-        return bool(self.ask([HARMLESS_TEXT] + [HARMLESS_CHAT] * chat)[0])
+        lines = [HARMLESS_TEXT] + [HARMLESS_CHAT] * chat
+        self.ask(lines)
+        encoded = [found for found in self._encode(lines) if not isinstance(found, str)]
+        return self.reached([each.ids for found in encoded for each in found])
 
     def ask(self, lines: list[ToScore]) -> Outcome:
         encoded = self._encode(lines)

@@ -96,7 +96,9 @@ def _fingerprint(text: str) -> str:
     return f"sha256:{hashlib.sha256(text.encode(errors='surrogatepass')).hexdigest()[:8]}"
 
 
-KEYS = {"corelm", "fingerprint", "settings", "engine", "provenance"}
+#: What a settings file holds; and what it may hold: earlier versions did not save how the engine ran.
+NEEDED = {"corelm", "fingerprint", "settings", "provenance"}
+KNOWN = {*NEEDED, "engine"}
 
 
 class SettingsFile:
@@ -164,7 +166,7 @@ class SettingsFile:
             return None
         except (ValueError, RecursionError):
             found = None
-        if not isinstance(found, dict) or set(found) != KEYS or not isinstance(found["settings"], dict):
+        if not isinstance(found, dict) or not NEEDED <= set(found) <= KNOWN or not isinstance(found["settings"], dict):
             raise OutputError(
                 f"{self.path} is not a settings file of corelm, but the settings of the answers are written to this "
                 "file; move it, or use another --output"

@@ -118,7 +118,7 @@ def compare(
             found.note(sentence)
         gaps = made.gaps()
         Explainer(made, checkpoints).explain(gaps)
-        asked_ids, limits = [each.ids for each in encoded], {side.name: _limit(made, side) for side in opened}
+        asked_ids, limits = [each.ids for each in encoded], _limits(made, made.own_noise)
         _compare_sampling(made, asked_ids, seed, limits)
         # Not before: what sampling says of a side is about its scores, and not about its texts.
         found.causes = [*of_texts, *found.causes]
@@ -144,14 +144,17 @@ def compare(
             seconds=found.clock.seconds,
             verdict=_verdict(found),
             limits=limits,
+            oracle_limits=_limits(made, made.noise),
         )
 
 
-def _limit(made: Measurements, side: OpenSide) -> float:
-    """Return mean |Δ| up to which a side's sampled log-probs agree with its scores."""
-    # A side that was found to round may be as far from itself.
-    rounding = [each for each in made.found.causes if each.side == side.name and each.id == "dtype"]
-    return max(made.own_noise[side.name], *(2 * each.figures.get("mean_abs", 0.0) for each in rounding), 0.0)
+def _limits(made: Measurements, noise: Mapping[str, float]) -> dict[str, float]:
+    """Return mean |Δ| that each side rounds: its noise, or twice what it was found to round."""
+    limits = dict(noise)
+    for cause in made.found.causes:
+        if cause.id == "dtype" and cause.side is not None:
+            limits[cause.side] = max(limits[cause.side], 2 * cause.figures.get("mean_abs", 0.0))
+    return limits
 
 
 def _compare_sampling(made: Measurements, prompts: Sequence[list[int]], seed: int, limits: Mapping[str, float]) -> None:

@@ -32,6 +32,8 @@ EXIT_CODES: dict[Verdict, int] = {"agree": 0, "rounding": 0, "differ": 1, "unexp
 MADE_OF_OTHERS = "(made of the other rows)"
 #: How the reason begins for which a cause was not tried in time.
 OUT_OF_TIME = "the budget of "
+#: What comparisons that were saved by earlier versions do not have.
+_ADDED = frozenset({"limits", "oracle_limits"})
 #: id → what it means. The ids are stable: programs may test for them.
 CAUSES: dict[str, str] = {
     # Texts and conversations.
@@ -304,11 +306,13 @@ class Comparison(Record):
         sides: the engines, the first of which the others are compared with.
         rows: the tokens that were scored, with every side's numbers.
         gaps: between each two sides, and between each side and the oracle if there is one (`sides` and `oracle`).
-        own: each side's distances to itself (`again`, `company`, `order`, `late_start`, `sampled`); `one` begins with
-            the name of the side.
+        own: each side's distances to itself (`again`, `company`, `order`, `late_start`, `sampled`); `one` is the
+            name of the side.
         tolerances: mean `|Δ|` in nats up to which another side's scores agree with a side's, by the name of the side.
-        limits: mean `|Δ|` in nats up to which a side's distance to itself or to the plain forward is what its dtype
-            rounds, by the name of the side.
+        limits: mean `|Δ|` in nats up to which a side's distance to itself is rounding, by the name of the side: that of
+            its dtype, or of bfloat16 if the dtype is not known.
+        oracle_limits: mean `|Δ|` in nats up to which a side's distance to the plain forward is rounding, by the name of
+            the side: that of its dtype, as it says or as its numbers show, or else that of float32.
         divergences: where ids, answers and numbers first differ.
         experiments: everything that was tried, in order.
         causes: what was found, the surest first.
@@ -339,6 +343,7 @@ class Comparison(Record):
     seconds: float
     verdict: Verdict
     limits: Mapping[str, float] = field(default_factory=dict)
+    oracle_limits: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def exit_code(self) -> int:
@@ -428,7 +433,7 @@ def _record(kind: Callable[..., R], found: Any, path: str) -> R:
             values[each.name] = torch.tensor(numbers, dtype=dtype)
         elif each.name in found:
             values[each.name] = _value(hint, found[each.name], where)
-        elif each.default_factory is dataclasses.MISSING:
+        elif each.name not in _ADDED:
             raise invalid(where, "is missing")
     return kind(**values)
 

@@ -177,8 +177,9 @@ def worst_own(comparison: Comparison, side: str) -> list[Gap]:
 
 def limit(comparison: Comparison, gap: Gap) -> float:
     """Return the mean of |Δ| up to which a gap is noise. See `Comparison`."""
-    limits = comparison.tolerances if gap.kind == "sides" else {**comparison.tolerances, **comparison.limits}
-    return max((limits.get(name, 0.0) for name in (gap.one, gap.other)), default=0.0)
+    more = {"sides": {}, "oracle": comparison.oracle_limits}.get(gap.kind, comparison.limits)
+    limits = {**comparison.tolerances, **more}
+    return max(limits.get(name, 0.0) for name in (gap.one, gap.other))
 
 
 def named(comparison: Comparison, side: str) -> str:

@@ -80,7 +80,7 @@ def parsed(body: bytes) -> dict[str, Any]:
     try:
         found = json.loads(body, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
-        raise invalid("body", f"it is not JSON: {error}") from error
+        raise invalid("body", f"expected a JSON object, but it is not JSON: {error}") from error
     if not isinstance(found, dict):
         raise invalid("body", f"expected a JSON object, got {shown(found)}")
     return {name: value for name, value in found.items() if value is not None}
@@ -144,13 +144,12 @@ def sampling_of(given: Mapping[str, Any], *, default_max_tokens: int | None) -> 
 LENGTHS = ("max_tokens", "max_completion_tokens")
 
 
-def shared(given: Mapping[str, Any], known: Collection[str], *, default_max_tokens: int | None) -> dict[str, Any]:
-    """Refuse fields other than those `known`, and return what every body holds: the fields of `Ask`.
+def shared(given: Mapping[str, Any], *, default_max_tokens: int | None) -> dict[str, Any]:
+    """Return what every body holds: the fields of `Ask`.
 
     Args:
         default_max_tokens: see `sampling_of`.
     """
-    check_names(given, known)
     stream, options = flag("stream", given.get("stream", False)), given.get("stream_options")
     if options is not None:
         if not stream:
@@ -211,7 +210,8 @@ class ChatAsk(Ask):
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> ChatAsk:
         """Check a body. See `Ask`."""
-        always = shared(given, _CHAT, default_max_tokens=None)
+        check_names(given, _CHAT)
+        always = shared(given, default_max_tokens=None)
         logprobs = flag("logprobs", given.get("logprobs", False))
         top = count("top_logprobs", given.get("top_logprobs", 0), 0)
         if top and not logprobs:
@@ -345,6 +345,7 @@ class CompletionAsk(Ask):
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> CompletionAsk:
         """Check a body. See `Ask`."""
+        check_names(given, _COMPLETION)
         echo = flag("echo", given.get("echo", False))
         logprobs = given.get("logprobs")
         samples = not (given.get("max_tokens") == 0 and type(given["max_tokens"]) is int)
@@ -352,7 +353,7 @@ class CompletionAsk(Ask):
             raise invalid("max_tokens", "0 only scores the prompt; give echo=true as well, or at least 1")
         # Nothing is sampled, so the limit does not matter.
         sampled = given if samples else {name: value for name, value in given.items() if name != "max_tokens"}
-        always = shared(sampled, _COMPLETION, default_max_tokens=16)
+        always = shared(sampled, default_max_tokens=16)
         texts, ids = _prompts(given.get("prompt"))
         _check_answers(len(texts or ids or ()), always["sampling"], "prompt")
         return cls(
@@ -381,7 +382,8 @@ class TokenAsk(Ask):
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> TokenAsk:
         """Check a body. See `Ask`."""
-        always = shared(given, _TOKENS, default_max_tokens=16)
+        check_names(given, _TOKENS)
+        always = shared(given, default_max_tokens=16)
         logprobs = given.get("logprobs")
         if logprobs is not None:
             one_of("logprobs", logprobs, ("none", "raw", "processed"))

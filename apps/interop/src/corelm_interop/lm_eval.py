@@ -40,7 +40,8 @@ def register() -> None:
 
 def _without_pretrained(record: logging.LogRecord) -> bool:
     """Correct lm-eval's advice to apply a chat template: it takes `pretrained` for the only name of a model."""
-    record.msg = str(record.msg).replace("pretrained=None appears", "the model appears")
+    if isinstance(record.msg, str):
+        record.msg = record.msg.replace("pretrained=None appears", "the model appears")
     return True
 
 

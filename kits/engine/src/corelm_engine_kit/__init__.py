@@ -4,6 +4,7 @@
 - `TemplateTokenizer`: the tokenizer of an engine that has only a vocabulary.
 - `checked_answer`, and `row_outcome`, `answer_end`, `checked_ids`, `checked_logprobs`, `checked_argmax`,
   `checked_top_ids`, `checked_finish_reason`: is this the answer that a row asked for, and where does it end?
+- `RowError`: what an engine returned for a row cannot be the answer to it.
 - `RowStreams`, `ReplyStreams`, `SoFar`: stream the rows of an engine that reports each answer so far, or of a server.
 - `eos_token_ids`: EOS ids from generation config, model configuration and tokenizer.
 - `weights_folder`, `tensor_shapes`, `shape_problems`, `refuse_weights`: whether new weights fit the model (needs
@@ -28,7 +29,18 @@
 - `WeightGroup`: where a server on another machine is sent the tensors of new weights.
 - `EventLoopThread`: an asyncio event loop on a thread.
 
-`corelm.spec` has what results are made of: ``generate_result``, ``RowAnswer``, ``StopStrings``, ``Deadline``, ….
+What core itself uses, too, is in `corelm.spec`:
+
+- ``generate_result``, ``score_result``, ``RowAnswer``, ``RowScores``, ``RowFailure``: the result of a call, built from
+  the outcome of each row.
+- ``StopStrings``, ``text_before_stop``, ``skipped_texts``, ``stops_without_specials``: which token completes a stop
+  string, the text before it, what the text of an answer leaves out, and which stop strings an engine that does not may
+  look for.
+- ``AnswerTexts``: the text of answers whose tokens arrive little by little.
+- ``Deadline``, ``opening_within``: how much time a call, or opening an engine, has left.
+- ``as_in_checkpoint``, ``saved_shapes``: the names and shapes that a model's weights have in its checkpoint.
+
+`corelm.waiting` has ``next_item`` and ``done_within``: waits for another thread that Ctrl-C ends.
 
 The names are listed in ``__init__.pyi`` and imported on first use.
 """

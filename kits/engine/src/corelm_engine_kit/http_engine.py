@@ -58,8 +58,8 @@ class HttpOptions:
         headers: sent with every request. No message repeats their values.
         connect_timeout: seconds to make a connection.
         read_timeout: seconds without an answer or progress after which the server counts as hanging.
-        max_in_flight: HTTP requests at a time, over all threads; None is 4,096, or fewer if this process may not open
-            as many connections.
+        max_in_flight: HTTP requests at a time, over all threads. Others wait here, which is logged once. None is 4,096,
+            or fewer if this process may not open as many connections (``ulimit -n``).
         max_retries: how often a request is sent again after a failure that may pass.
         open_timeout: seconds for all requests that find out what the server can do. The first request that a server
             gets may make it load or compile a model.
@@ -219,7 +219,7 @@ class HttpEngine:
             tell = streams.take
             streamed = Streamed(streams.joined, lambda number, reply: tell(rows[number], reply))
         names = [request.request_ids[row] for row in rows]
-        entries = self.post_rows(list(sent.values()), names, deadline, streamed)
+        entries = self.post_rows(list(sent.values()), names, deadline, streamed=streamed)
         raise_if_none_was_served(entries, lambda: self.serves(deadline.left()))
         replies = dict(zip(rows, entries, strict=True))
         return {
@@ -228,27 +228,38 @@ class HttpEngine:
         }
 
     def answer_rows(
-        self, request: GenerateRequest, payloads: Mapping[int, Payload], read: Callable[[Any], RowAnswer]
+        self,
+        request: GenerateRequest,
+        payloads: Mapping[int, Payload] | Mapping[int, Payload | RowFailure],
+        read: Callable[[Any], RowAnswer | RowFailure],
     ) -> GenerateResult:
         """Post a request for each row and return the answers, checked and cut by `checked_answer`.
 
         Args:
             request: the call.
-            payloads: by row number, what to post.
-            read: returns the answer in a reply as the server gives it: ids, log-probs, and ``stop`` or ``length``.
+            payloads: by row number, for every row, what to post, or why nothing can be posted.
+            read: returns the answer in a reply as the server gives it: ids, log-probs, and ``stop`` or ``length``. If
+                the reply holds none, it returns a `RowFailure` or raises a `RowError`, which fails this row alone.
 
         Raises:
+            ValueError: `payloads` lacks a row, or has one that the request lacks.
             CoreLMError: those of `map_rows`.
             TimeoutError: the time is over.
         """
+        rows = range(len(request.prompts))
+        if payloads.keys() != {*rows}:
+            raise ValueError(f"expected a payload for each of {len(rows)} rows, got those of the rows {[*payloads]}")
         limits = answer_limits(request, self.capabilities.max_context).tolist()
         stops, size = StopStrings.of_rows(request, self.tokenizer), self.capabilities.vocab_size
 
-        def parse(row: int, reply: Any, aborted: bool) -> RowAnswer:
+        def parse(row: int, reply: Any, aborted: bool) -> RowAnswer | RowFailure:
             told = read(reply)
+            if isinstance(told, RowFailure):
+                return told
             return checked_answer(told, request, limit=limits[row], stops=stops[row], vocab_size=size, aborted=aborted)
 
-        return generate_result(request, list(self.map_rows(request, payloads, parse).values()))
+        found = self.map_rows(request, payloads, parse)
+        return generate_result(request, [found[row] for row in rows])
 
     def __outcome(
         self, row: int, entry: Entry, parse: Callable[[int, Any, bool], T | RowFailure], streams: ReplyStreams | None

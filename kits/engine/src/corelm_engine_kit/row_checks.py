@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from corelm.errors import CoreLMError, InvalidRequestError
+from corelm.errors import BackendClosedError, CoreLMError, InvalidRequestError, StaleWeightsError
 from corelm.spec import GenerateRequest, RowAnswer, RowFailure, StopStrings, TopIds, log_tail_mass
 from corelm_engine_kit.http_errors import ABORTED, AccessError, PartialReply, TransientError
 
@@ -27,6 +28,8 @@ _INFINITE = -9999.0
 _ABOVE_ZERO = 2.0**-10
 #: How far, in nats, two log-probs of the same id may be apart. An engine may compute them in two ways.
 _SAME = 2.0**-7
+#: Errors of reading a reply that are not about its row alone. `EngineError.usable` tells of others.
+_OF_ALL_ROWS = (AccessError, BackendClosedError, StaleWeightsError, TimeoutError, TransientError)
 #: Statuses by which a server refuses any request for the moment: too many requests, or not serving.
 _BUSY = frozenset({429, 503})
 
@@ -61,8 +64,11 @@ def row_outcome(entry: Any, parse: Callable[[Any, bool], T]) -> T | RowFailure:
     Args:
         entry: one entry of `HttpClient.post_each`.
         parse: ``parse(reply, aborted)`` returns the row's answer. `aborted` says whether the caller aborted the
-            request, so that its answer may be cut off. It may raise `RowError`, and the errors of an unexpected
-            structure.
+            request, so that its answer may be cut off. It may raise `RowError`, another `CoreLMError` and the errors of
+            an unexpected structure.
+
+    Raises:
+        CoreLMError: `parse` raised it, and it is about the server: a timeout, a lost connection, a closed client.
     """
     failure = row_failure(entry)
     if failure is not None:
@@ -72,7 +78,11 @@ def row_outcome(entry: Any, parse: Callable[[Any, bool], T]) -> T | RowFailure:
         return parse(entry.reply if isinstance(entry, PartialReply) else entry, aborted)
     except RowError as error:
         return RowFailure(f"the server's reply does not fit the request: {error}")
-    except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
+    except CoreLMError as error:
+        if isinstance(error, _OF_ALL_ROWS) or getattr(error, "usable", None) is False:
+            raise
+        return RowFailure(str(error))
+    except (ArithmeticError, AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         what = f"it is not built as expected ({type(error).__name__}: {error})"
         return RowFailure(f"the server's reply does not fit the request: {what}")
 
@@ -243,6 +253,11 @@ def checked_finish_reason(
         if count != limit:
             raise RowError(f"it ends for its length after {count} tokens, but {limit} were asked for")
     elif reason == "stop":
+        if count < least and ended:
+            raise RowError(
+                f"a stop id or stop string came too early (id {last} after {count} tokens, but at least {least} were "
+                "asked for)"
+            )
         if count < least:
             raise RowError(f"it ends after {count} tokens, but at least {least} were asked for")
         if not ended:
@@ -261,8 +276,8 @@ def checked_answer(
     """Return an answer up to and including the token that ends it, if it fits the request.
 
     Args:
-        told: the ids, log-probs and finish reason as the engine returned them. The reason need not be ``stop`` if a
-            token ends the answer; the log-probs are not looked at if none were asked for.
+        told: the answer as the engine returned it. Its reason may be ``length``, or ``abort`` if the caller aborted the
+            request, although a token ends it. Its log-probs are not looked at if none were asked for.
         request: the request.
         limit, vocab_size: see `checked_ids`.
         stops: the stop strings of the row.
@@ -274,12 +289,22 @@ def checked_answer(
     ids = checked_ids(told.ids, vocab_size=vocab_size, limit=limit)
     logprobs = [] if request.logprobs == "none" else checked_logprobs(told.logprobs, len(ids))
     end = answer_end(ids, request.stop_ids, stops)
-    reason = told.finish_reason if end is None else "stop"
+    reason, ids = told.finish_reason, ids[:end]
+    if end is not None and (reason == "length" or (reason == "abort" and aborted)):
+        reason = "stop"
     least, last = min(request.sampling.min_new_tokens, limit), ids[-1] if ids else None
     reason = checked_finish_reason(
-        reason, len(ids[:end]), limit=limit, least=least, ended=end is not None, aborted=aborted, last=last
+        reason, len(ids), limit=limit, least=least, ended=end is not None, aborted=aborted, last=last
     )
-    return RowAnswer(ids[:end], logprobs[:end], reason)
+    return replace(
+        told,
+        ids=ids,
+        logprobs=logprobs[:end],
+        finish_reason=reason,
+        kept_ids=told.kept_ids[:end],
+        kept_log_mass=told.kept_log_mass[:end],
+        top=None if told.top is None else TopIds(*(column[:end] for column in told.top.columns)),
+    )
 
 
 def _is_logprob(value: Any) -> bool:

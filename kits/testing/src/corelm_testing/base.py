@@ -145,6 +145,8 @@ class ConformanceBase:
                 "define `next_logprobs(self, ids, temperature)`: the default would ask the oracle about each of "
                 f"{self.vocab_size} ids"
             )
+        if type(self).oracle is ConformanceBase.oracle:
+            raise NotImplementedError("define `oracle(self, ids, temperature)`: the default `next_logprobs` calls it")
         return torch.stack([self.oracle([*ids, token], temperature)[-1] for token in range(self.vocab_size)])
 
     def new_weights(self) -> tuple[Mapping[str, Tensor] | str | PathLike[str], Oracle]:

@@ -145,9 +145,9 @@ class Recorder:
             terminalreporter.write_line(
                 f"corelm conformance: {counted(suite.findings)} ({suite.suite.rpartition('::')[2]})"
             )
-            reasons = Counter(each.reason for each in suite.findings if each.outcome == "not applicable")
-            for reason, count in reasons.most_common():
-                terminalreporter.write_line(f"  {count} not applicable: {reason}")
+            told = [each for each in suite.findings if each.outcome in ("not applicable", "xfailed")]
+            for (outcome, reason), count in Counter((each.outcome, each.reason) for each in told).most_common():
+                terminalreporter.write_line(f"  {count} {outcome}: {reason}")
 
     def pytest_sessionfinish(self) -> None:
         if self._file is None or self._is_worker:
@@ -166,7 +166,7 @@ def _finding(report: pytest.TestReport) -> Finding | None:
         return None
     reason = ""
     if hasattr(report, "wasxfail"):
-        outcome, reason = ("xpassed" if report.passed else "xfailed"), report.wasxfail
+        outcome, reason = ("xpassed" if report.passed else "xfailed"), report.wasxfail.removeprefix("reason: ")
     elif report.skipped:
         # A skip's representation is (file, line, "Skipped: reason").
         reason = str(report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr)

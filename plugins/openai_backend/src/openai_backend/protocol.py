@@ -177,7 +177,9 @@ def row_answer(
     ids, told = answer_ids(reply, info, need_logprobs=request.logprobs != "none")
     ids = checked_ids(ids, vocab_size=info.capabilities.vocab_size, limit=limit)
     end = answer_end(ids, request.stop_ids, stops)
-    length, reason = (len(ids), reason) if end is None else (end, "stop")
+    length = len(ids) if end is None else end
+    if end is not None and reason == "length":
+        reason = "stop"
     ended = end is not None or stops.occurs_in(ids)
     if reason == "stop" and not ended and (hidden := _hidden_eos(reply, length, request, info, limit)):
         ids, length, ended = [*ids, *hidden], length + 1, True

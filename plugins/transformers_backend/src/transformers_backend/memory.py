@@ -187,7 +187,9 @@ class SleepingWeights:
     def wake(self) -> None:
         """Take the memory again."""
         for each, device in self._devices.items():
-            each.data = each.data.to(device).contiguous()
+            there = each.data.to(device)
+            # Buffers may be views of one another, or of one element.
+            each.data = there.contiguous() if isinstance(each, nn.Parameter) else there
         self._devices = {}
 
 

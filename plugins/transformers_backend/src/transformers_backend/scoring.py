@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
@@ -28,6 +29,8 @@ from corelm_engine_kit.transfer import to_device
 from transformers_backend.engine import CausalLM, runs_layers_again
 from transformers_backend.protocol import SequenceBatch, groups_of, micro_batches, scoring_requests
 from transformers_backend.self_test import TAIL, OwnRow, SelfTest
+
+_log = logging.getLogger(__name__)
 
 #: How log-probs are made of the model's last hidden states: see `transformers_backend.fast.head`. The plain way is
 #: "whole": the model's own forward makes all logits of a batch.
@@ -115,7 +118,7 @@ class Scorer:
         self._engine = engine
         self._self_test = self_test
         self._max_batch_tokens = max_batch_tokens
-        self._seen_in_training = False
+        self._warned = False
 
     @property
     def info(self) -> str:
@@ -134,10 +137,12 @@ class Scorer:
             TimeoutError: the request's timeout has passed.
         """
         self.path = None
-        if request.grad and self._engine.module.training and not self._seen_in_training:
-            self._seen_in_training = True
-            if any(map(_drops_out, self._engine.module.modules())):
+        if request.grad and not self._warned and any(map(_drops_out, self._engine.module.modules())):
+            try:
                 warnings.warn(_DROPOUT, stacklevel=level_of_caller())
+            except UserWarning:  # the call is not lost where warnings are errors
+                _log.warning(_DROPOUT)
+            self._warned = True
         scored = scored_positions(request)
         batches = list(scoring_requests(request, scored, self._engine.rope_switch))
         parts: list[ScoredTokens] = []
@@ -311,8 +316,9 @@ def tokens_per_pass(engine: CausalLM, max_batch_tokens: int) -> int:
 
 def _drops_out(module: nn.Module) -> bool:
     """Return whether a module drops something at random: a layer of dropout, or one with a number of such a name."""
-    rates = [value for name, value in vars(module).items() if "drop" in name or "Dropout" in type(module).__name__]
-    return module.training and any(isinstance(rate, float) and rate > 0 for rate in rates)
+    named = "Dropout" in type(module).__name__
+    rates = [value for name, value in vars(module).items() if named or "drop" in name] if module.training else []
+    return any(isinstance(rate, float) and rate > 0 for rate in rates)
 
 
 def _why_no_gradient(module: nn.Module) -> str:

@@ -167,7 +167,7 @@ class SelfTest:
 
     def choose(self, ways: Sequence[Way], may_run: Callable[[Way], bool]) -> Way:
         """Return the first of `ways` of which `may_run` says so, which asks `SelfTest.may_run` and `is_refuted`. The
-        last of them is the plain forward and is not tried.
+        last of them is the plain forward and is not tried. If it is the only one, the model is known to be causal.
         """
         for way in ways[:-1]:
             if may_run(way):

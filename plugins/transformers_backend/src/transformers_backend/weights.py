@@ -119,7 +119,7 @@ def _under_own_names(engine: CausalLM, given: Mapping[str, Tensor], field: str) 
     if given.keys() <= own.keys():
         return given
     # On the meta device, converting costs neither time nor memory.
-    empty = {name: tensor.to("meta") for name, tensor in _namings(engine)[-1].items()}
+    empty = {name: tensor.detach().to("meta") for name, tensor in _namings(engine)[-1].items()}
     expected = shapes_of(as_in_checkpoint(engine.base, empty))
     if len(given.keys() & expected.keys()) <= len(given.keys() & own.keys()):
         return given

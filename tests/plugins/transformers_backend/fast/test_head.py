@@ -21,6 +21,7 @@ from helpers.peft_models import with_lora
 from helpers.plain_forward import Open, assert_scores
 from helpers.scoring_path import scoring_path
 from helpers.tiny_models import DEVICE, random_rows, tiny_model
+from transformers_backend.fast.tiles import LogitTiles
 
 ROWS = random_rows(30, 2, 64, 9)
 #: More than a tile of few positions is wide.
@@ -276,6 +277,19 @@ def test_an_adapter_on_the_head_is_applied_and_one_on_the_body_keeps_the_tiles(o
         backend = open_model(model)
         assert_scores(backend, model, ROWS)
         assert scoring_path(backend).head == head, targets
+
+
+def test_tiles_that_fail_on_this_device_are_not_used(
+    open_model: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*given: Any) -> Tensor:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(LogitTiles, "product", fails)
+    model = large()
+    backend = open_model(model)
+    check(backend, model, "sliced")
+    assert "the head is not used in tiles: RuntimeError: no such kernel" in caplog.text
 
 
 @pytest.mark.parametrize("family", ["granite", "gemma2"])

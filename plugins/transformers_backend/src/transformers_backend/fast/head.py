@@ -284,7 +284,15 @@ def _probe(engine: CausalLM, split: SplitForward, module: nn.Linear | None, row:
     if module.weight.device != hidden.device:
         return HeadFormula("sliced")
     dtype = _product_dtype(hidden, module.weight, split.autocast)
-    return (dtype and _tiled_formula(engine, split, module, hidden[:_TRIED], dtype)) or HeadFormula("sliced")
+    try:
+        tiled = dtype and _tiled_formula(engine, split, module, hidden[:_TRIED], dtype)
+    except Exception as error:
+        if is_device_failure(error):
+            raise
+        # A kernel may fail in any way on a device on which it was not tried.
+        _log.warning("the head is not used in tiles: %s: %s", type(error).__name__, error)
+        tiled = None
+    return tiled or HeadFormula("sliced")
 
 
 def _product_dtype(hidden: Tensor, weight: Tensor, autocast: torch.dtype | None) -> torch.dtype | None:
@@ -355,17 +363,10 @@ def _agrees(head: TiledHead, states: Tensor, logits: Tensor, dtype: torch.dtype)
     """
     some = torch.tensor([_TRIED, 0] * 3, device=states.device)
     few = logits[some].float()
-    try:
-        pairs = zip(head.logits(states).double().split(_TRIED), logits.split(_TRIED), strict=True)
-        if not all(_equal_but_for_rounding(made, wanted, dtype) for made, wanted in pairs):
-            return False
-        alike = all(_alike(head.scores(states[some], query), few, query, dtype) for query in _queries(few))
-    except Exception as error:
-        if is_device_failure(error):
-            raise
-        # A kernel may fail in any way on a device on which it was not tried.
-        _log.warning("the head is not used in tiles: %s: %s", type(error).__name__, error)
+    pairs = zip(head.logits(states).double().split(_TRIED), logits.split(_TRIED), strict=True)
+    if not all(_equal_but_for_rounding(made, wanted, dtype) for made, wanted in pairs):
         return False
+    alike = all(_alike(head.scores(states[some], query), few, query, dtype) for query in _queries(few))
     if not alike:
         _log.warning("the head is not used in tiles: its numbers differ from the model's own")
     return alike
