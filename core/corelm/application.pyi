@@ -45,6 +45,7 @@ from .policy.inputs import render_chats as render_chats
 from .policy.outputs import AnswerReader as AnswerReader
 from .policy.outputs import whole_texts as whole_texts
 from .policy.policy import checked_backend as checked_backend
+from .policy.policy import checked_policy as checked_policy
 from .policy.rows import InputRows as InputRows
 from .policy.rows import last_tokens as last_tokens
 from .policy.rows import room_for_prompts as room_for_prompts

@@ -213,18 +213,27 @@ def refuse(problems: Mapping[int, str], field: str) -> None:
 
 
 def spelled_out(problems: Mapping[int, str]) -> str:
-    """Return the first few problems, row by row, and how many more rows have one."""
+    """Return the first few problems, row by row, and how many more rows have one. One that all rows share is said once.
+
+    >>> spelled_out({0: "is empty", 1: "is too long"}), spelled_out({2: "is empty", 3: "is empty"})
+    ('row 0: is empty; row 1: is too long', 'row 2: is empty; likewise row 3')
+    """
+    if len(problems) > 1 and len({*problems.values()}) == 1:
+        first, *rest = sorted(problems)
+        run = len(rest) > 2 and rest == [*range(rest[0], rest[-1] + 1)]
+        others = f"{rest[0]}–{rest[-1]}" if run else first_few([*map(str, rest)], sep=", ")
+        return f"row {first}: {problems[first]}; likewise row{'s' * (len(rest) > 1)} {others}"
     return first_few([f"row {row}: {problems[row]}" for row in sorted(problems)], "more rows")
 
 
-def first_few(lines: Sequence[str], rest: str = "more") -> str:
+def first_few(lines: Sequence[str], rest: str = "more", sep: str = "; ") -> str:
     """Return the first few lines in one text, and how many more there are.
 
     >>> first_few(["a", "b", "c", "d", "e", "f", "g"])
     'a; b; c; d; e; and 2 more'
     """
     left_out = len(lines) - _SPELLED_OUT
-    return "; ".join([*lines[:_SPELLED_OUT], *([f"and {left_out} {rest}"] if left_out > 0 else [])])
+    return sep.join([*lines[:_SPELLED_OUT], *([f"and {left_out} {rest}"] if left_out > 0 else [])])
 
 
 # Exceptions as plain data ---------------------------------------------------------------------------------------------

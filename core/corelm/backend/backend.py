@@ -433,7 +433,8 @@ class Backend:
 
         Args:
             weights: a model, a state dict or an iterator of (name, tensor) with the names of its checkpoint, or a path.
-            version: the label of these weights; None counts up from the last label.
+            version: the label of these weights; None counts up from the last label: "3" to "4", and "step-1", which a
+                caller gave, to "step-1+1" and "step-1+2".
             when: "drain" lets answers in flight finish on the old weights first. "abort" ends them with the
                 reason `abort`, in an engine that can. "now" lets them go on, on the new weights: their
                 `version_runs` say from which token on. Scores never mix two sets of weights.

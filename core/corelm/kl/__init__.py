@@ -12,8 +12,8 @@ What NaN and infinity mean is the same everywhere in this package:
   Logits of which one is NaN or +inf, or all are −inf, are no distribution: `exact` and `top_k` give NaN.
   `top_k_divergence` gives NaN for NaN, and refuses probabilities that do not sum to 1.
 - **Modules**, `mismatch_report` included, refuse them with an `InvalidRequestError` that names the row and the
-  position: in log-probs, ±inf included, and in the KL that an estimator returns. They then write nothing. The reward
-  that they read is not checked: NaN stays NaN.
+  position: in log-probs, ±inf included, and in the KL that an estimator returns. They then write nothing. A
+  reward that is NaN is refused with its row; one that is infinite stays so.
 - **Coefficients, targets, horizons and bounds** are finite numbers; an upper bound may be inf, which is no bound.
 """
 

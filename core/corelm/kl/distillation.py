@@ -21,9 +21,9 @@ from corelm.errors import MissingKeyError, ProvenanceMismatchError, refuse
 from corelm.kl.divergences import Divergence, Terms, TopLogProbs, top_k_divergence
 from corelm.kl.estimators import Reduction, aggregate
 from corelm.kl.pairs import Pair, PairKeys, read_pair
-from corelm.policy.policy import LLMPolicy
+from corelm.policy.policy import LLMPolicy, checked_policy
 from corelm.tensors.modes import no_inference_mode
-from corelm.validate import checks_names, invalid
+from corelm.validate import checks_names
 
 
 class DistillationLoss(TensorDictModuleBase):
@@ -74,8 +74,8 @@ class DistillationLoss(TensorDictModuleBase):
         loss_key: NestedKey = "distillation_loss",
     ) -> None:
         super().__init__()
-        if student is not None and not isinstance(student, LLMPolicy):
-            raise invalid("student", f"expected an LLMPolicy, got {type(student).__name__}")
+        if student is not None:
+            checked_policy(student, "student")
         self.terms = Terms(kind, beta)
         # Not a submodule: the student's parameters are those of its model.
         self._student = (student,)

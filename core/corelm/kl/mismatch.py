@@ -227,7 +227,8 @@ def staleness(
     """Return by how many updates the weights that sampled each token are behind `version`.
 
     Labels that core makes count up, also with an adapter: ``"3+policy@12"`` is three updates behind ``"4+policy@14"``,
-    one of the base weights and two of the adapter. Of other labels, say the order::
+    one of the base weights and two of the adapter, and ``"step-10+2"`` two behind ``"step-10+4"``. Of other labels, say
+    the order::
 
         age = corelm.staleness(td, backend.weight_version)              # "7"
         td["fresh"] = td["masks"].all_assistant_mask & (age <= 2)       # dense rows
@@ -245,8 +246,9 @@ def staleness(
 
     Raises:
         MissingKeyError: there are no such log-probs.
-        InvalidRequestError: a label does not count and is not among `versions`; weights are newer than `version` or go
-            backwards within a row; the provenance of a row is not known. The message names row and position.
+        InvalidRequestError: labels do not count from the same one and are not among `versions`; weights are newer than
+            `version` or go backwards within a row; the provenance of a row is not known. The message names row and
+            position.
     """
     key = full_key(log_probs_key)
     rows, _ = rows_of(td, key, masks_key)
@@ -282,12 +284,12 @@ def _age(label: str, version: str, order: dict[str, int] | None) -> int | str:
         if missing := [each for each in (label, version) if each not in order]:
             return f"the weights {missing[0]!r} are not among versions"
         age = order[version] - order[label]
-    elif one is None or other is None:
-        return f"{(label if one is None else version)!r} does not count up; give versions=[…], all labels, oldest first"
-    elif one[1] != other[1]:
+    elif one.adapter != other.adapter:
         return f"the weights {label!r} and {version!r} have other adapters; give the version of the same adapter"
+    elif (one.base[0], one.own[0]) != (other.base[0], other.own[0]):
+        return f"{label!r} and {version!r} count from other labels; give versions=[…], all labels, oldest first"
     else:
-        age = other[0] - one[0] + other[2] - one[2]
+        age = other.base[1] - one.base[1] + other.own[1] - one.own[1]
     return age if age >= 0 else f"the weights {label!r} are newer than {shown(version)}"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from operator import attrgetter
 from typing import Any, Literal, Protocol
@@ -26,11 +26,11 @@ from corelm.containers.reading import (
     next_or_root,
     provenance_of_rows,
 )
-from corelm.errors import InvalidRequestError, MissingKeyError, level_of_caller, refuse, spelled_out
+from corelm.errors import InvalidRequestError, MissingKeyError, Problems, level_of_caller, refuse, spelled_out
 from corelm.kl.estimators import ESTIMATORS, Estimator
 from corelm.kl.pairs import PairKeys, read_pair
 from corelm.policy.options import Keys
-from corelm.policy.policy import LLMPolicy
+from corelm.policy.policy import LLMPolicy, checked_policy
 from corelm.spec.provenance import Provenance
 from corelm.tensors.ragged import shape_of
 from corelm.validate import checks_names, flag, invalid, number, one_of, positive, shown
@@ -175,7 +175,8 @@ class KLComputation(TensorDictModuleBase):
 
     Raises:
         InvalidRequestError: an argument is invalid. On a call: the scorings have different layouts, a log-prob or a KL
-            that counts is not finite, or the rewards have another shape (`rows` lists the rows at fault).
+            that counts is not finite, a reward is NaN, or the rewards have another shape (`rows` lists the rows at
+            fault).
         MissingKeyError: on a call, a key is missing.
         ProvenanceMismatchError: on a call, the two scorings are of different distributions.
     """
@@ -272,7 +273,7 @@ def _penalised(td: TensorDictBase, key: NestedKey, penalty: Tensor, tokens: Toke
 
 
 def _less(reward: Any, key: NestedKey, penalty: Tensor, tokens: TokenRows) -> Any:
-    """Return a dense reward, or a list of rows, minus the flat `penalty`."""
+    """Return a dense reward, or a list of rows, minus the flat `penalty`. A NaN is refused as that of a log-prob is."""
     if isinstance(reward, list):
         parts = tokens.ragged(penalty).split()
         if len(reward) != len(parts):
@@ -283,19 +284,26 @@ def _less(reward: Any, key: NestedKey, penalty: Tensor, tokens: TokenRows) -> An
             for row, (one, part) in enumerate(pairs)
             if one.numel() not in (1, len(part)) or one.ndim > 2
         }
-        refuse(problems, str(key))
+        refuse(problems | _nans(reward), str(key))
         return [_minus(one, part if one.numel() == len(part) else part.sum()) for one, part in pairs]
     batch, width = tokens.shape, tokens.columns.mask.shape[-1]
     shape = tuple(reward.shape) if isinstance(reward, Tensor) else (-1,)
     if shape[: len(batch)] == batch and math.prod(shape[len(batch) :]) == 1:
+        refuse(_nans(reward.flatten()), str(key))
         return _minus(reward, tokens.row_sums(penalty))
     if shape in ((*batch, width), (*batch, width, 1)):
+        real = tokens.columns.mask.to(reward.device)
+        refuse(_nans(reward.reshape(real.shape).masked_fill(~real, 0)), str(key))
         return _minus(reward, tokens.dense(penalty))
     raise invalid(
         str(key),
         f"expected one reward per sequence, {list(batch)} or {[*batch, 1]}, or one per token of tokens.full, "
         f"{[*batch, width]} or {[*batch, width, 1]}; got {shape_of(reward)}",
     )
+
+
+def _nans(rewards: Iterable[Tensor]) -> Problems:
+    return {row: "a reward is NaN" for row, one in enumerate(rewards) if one.isnan().any()}
 
 
 def _minus(reward: Tensor, penalty: Tensor) -> Tensor:
@@ -353,8 +361,7 @@ class RetrieveLogProb(TensorDictModuleBase):
         support_key: NestedKey | None = "log_probs",
     ) -> None:
         super().__init__()
-        if not isinstance(policy, LLMPolicy):
-            raise invalid("policy", f"expected an LLMPolicy, such as LLMPolicy(backend), got {type(policy).__name__}")
+        checked_policy(policy)
         self.tokens_key = policy.options.keys.tokens if tokens_key is None else tokens_key
         self.masks_key = policy.options.keys.masks if masks_key is None else masks_key
         self.log_probs_key = container_of(log_probs_key)
@@ -421,13 +428,22 @@ class RetrieveLogProb(TensorDictModuleBase):
         sampled = key_parts(self.log_probs_key) in self._sampled_keys or _score_responses_alone(there)
         olds = provenance_of_rows(there, there.batch_size.numel())
         problems = {
-            row: f"the log-probs that are there come from {old or 'an unknown source'}, the new ones from {one}"
+            row: f"the log-probs that are there are of {_unlike(old, one)}, the new ones of {_unlike(one, old)}"
             for row, (old, one) in enumerate(zip(olds, new, strict=False))
             if old != one and (sampled or (old and one and of_model(old) != of_model(one)))
         }
         if problems:
             field = ".".join(key_parts(self.log_probs_key))
             raise InvalidRequestError(f"{field}: {spelled_out(problems)}. {_ADVICE}", field=field, problems=problems)
+
+
+def _unlike(one: Provenance | None, other: Provenance | None) -> str:
+    """Return the fields of a provenance in which it differs from another one."""
+    if one is None:
+        return "an unknown source"
+    theirs = {} if other is None else other.to_dict()
+    fields = {name: value for name, value in one.to_dict().items() if name not in theirs or theirs[name] != value}
+    return ", ".join(f"{name}={value!r}" for name, value in fields.items())
 
 
 def _score_responses_alone(there: LogProbs) -> bool:

@@ -286,7 +286,7 @@ class PolicyOptions:
         Raises:
             TypeError: a policy has no option of that name.
         """
-        _refuse_unknown(changes, self.sampling)
+        _refuse_unknown(changes, SamplingParams.make(self.sampling_params))
         reset: set[str] = set()
         if "keys" in changes:
             reset.add("log_probs_key")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal, NoReturn
@@ -21,9 +22,9 @@ from corelm.backend.engine_call import Listener
 from corelm.backend.streams import AnswerStream, AsyncAnswerStream
 from corelm.batching import BatchingState, DynamicBatcher, Limits
 from corelm.containers.assemble import dense_columns
-from corelm.errors import CapabilityError, printable
+from corelm.errors import CapabilityError, InvalidRequestError, level_of_caller, printable
 from corelm.opening import get_backend, kind_and_call
-from corelm.policy.inputs import PASSED, InputReader
+from corelm.policy.inputs import PASSED, InputReader, find_value
 from corelm.policy.options import PolicyOptions, out_keys
 from corelm.policy.outputs import AnswerReader, deliver, must_have_room, partial_answers, scored
 from corelm.policy.rows import InputRows, restricted, room_for_prompts, truncate_left, with_support
@@ -255,10 +256,7 @@ class LLMPolicy(_NotMoved, TensorDictModuleBase):
         # Before anything is read: in a fork, torch's own threads are gone, and an operation may hang.
         engine.require_open()
         if not isinstance(td, TensorDictBase):
-            kind, given = type(td).__name__, PASSED[options.input_mode]
-            if isinstance(td, Mapping) and "input_ids" in td:
-                given = ", ".join(f"{name}=batch[{name!r}]" for name in ("input_ids", "attention_mask") if name in td)
-            raise validate.invalid("tensordict", f"expected a TensorDict, got {kind}; pass TensorDict({given})")
+            raise self._not_a_tensordict(td)
         if seed is not None and not options.generate:
             raise validate.invalid("seed", "scoring samples nothing; leave the seed out")
         want_assistant = "masks" in options.fields
@@ -273,6 +271,8 @@ class LLMPolicy(_NotMoved, TensorDictModuleBase):
                 rows = with_support(td, rows, options, self._temperature)
             call = self._scoring(rows, return_argmax=options.return_argmax, top_k=options.top_k, timeout=timeout)
             return call, partial(deliver, td, rows, options, self._answers, backend)
+        if options.num_samples is not None and len(rows.batch_size) > 1:
+            self._warn_of_nesting(td, rows.batch_size)
         sampling = options.sampling if seed is None else SamplingParams.make(options.sampling, seed=seed)
         if rows.chats is not None and self._answers.parser is not None:
             sampling = self._answers.sampling(sampling)
@@ -295,6 +295,26 @@ class LLMPolicy(_NotMoved, TensorDictModuleBase):
             new_turn=rows.chats is not None,
         )
         return answers, partial(deliver, td, rows, options, self._answers, backend)
+
+    def _not_a_tensordict(self, td: Any) -> InvalidRequestError:
+        kind, given = type(td).__name__, PASSED[self.options.input_mode]
+        if isinstance(td, Mapping) and "input_ids" in td:
+            given = ", ".join(f"{name}=batch[{name!r}]" for name in ("input_ids", "attention_mask") if name in td)
+        return validate.invalid("tensordict", f"expected a TensorDict, got {kind}; pass TensorDict({given})")
+
+    def _warn_of_nesting(self, td: TensorDictBase, shape: tuple[int, ...]) -> None:
+        """Warn if several samples of each answer's prompt are asked for, rather than of each prompt.
+
+        A program that branches at every turn replaces the container that it reads, which then holds no responses.
+        """
+        samples, response = self.options.num_samples, (*self._reader.keys["prompt"][:-1], "response")
+        if "finish_reason" not in td.keys() or find_value(td, response) is None:
+            return
+        warnings.warn(
+            f"num_samples={samples} adds a dimension to answers that are there: {shape} becomes {(*shape, samples)}. "
+            "To sample anew, pass each prompt once: the TensorDict of before, or td[:, 0] of this one",
+            stacklevel=level_of_caller(),
+        )
 
     # Scores ----------------------------------------------------------------------------------------------------------
 
@@ -326,6 +346,8 @@ class LLMPolicy(_NotMoved, TensorDictModuleBase):
         self, td: TensorDictBase, *, want_assistant: bool = False, return_logits: bool = False
     ) -> tuple[InputRows, ScoreResult]:
         """Read and score whole sequences, with a graph if gradients are on."""
+        if not isinstance(td, TensorDictBase):
+            raise self._not_a_tensordict(td)
         rows = self._reader.sequences(td, self.backend, want_assistant)
         if self.options.support_key is not None:
             rows = with_support(td, rows, self.options, self._temperature)
@@ -468,6 +490,14 @@ def checked_backend(given: Any) -> Backend:
         return given
     kind, call = kind_and_call(given)
     raise validate.invalid("backend", f"expected an open backend or the name of one, got {kind}; pass {call}")
+
+
+def checked_policy(given: Any, field: str = "policy") -> LLMPolicy:
+    """Return `given` if it is a policy. Refuse anything else, and say how to make one."""
+    if isinstance(given, LLMPolicy):
+        return given
+    kind = f"the class {given.__name__}" if isinstance(given, type) else type(given).__name__
+    raise validate.invalid(field, f"expected an LLMPolicy, such as LLMPolicy(backend), got {kind}")
 
 
 def _batched(backend: Backend, batching: bool | Limits) -> DynamicBatcher:

@@ -37,7 +37,8 @@ class Provenance:
         backend: the backend's name. A label: it may differ between two numbers that belong together.
         model: the model's name. A label, as above.
         weight_version: the version of the weights. A label, as above. With an adapter it also names that and
-            its version, as in ``"3+policy@12"``; with ``adapter=False`` it is ``"3+none"``.
+            its version, as in ``"3+policy@12"``; with ``adapter=False`` it is ``"3+none"``. ``"step-1+2"`` are weights
+            two changes after those that a caller labelled ``"step-1"``.
         mode: `raw` or `processed`. This and the next three attributes are the distribution: they must agree
             before two numbers are compared.
         temperature: what the logits were divided by.

@@ -1,48 +1,61 @@
 """Labels of weights that count up, such as ``"3"`` and ``"3+policy@12"``, and `version_runs`: which weights sampled
-which tokens of a row. A caller may give weights any other label.
+which tokens of a row. A caller may give weights any other label, from which later weights count: ``"step-1+2"``.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 from corelm.spec.provenance import VersionRuns
 from corelm.spec.records import GenerateResult
 from corelm.tensors.ragged import Ragged
 from corelm.validate import is_index, shown
 
-#: Longer numbers are no counts: core would not count them up.
-_DIGITS = 18
+#: A label of base weights or of an adapter: a number, or the name that a caller gave and how often they have changed
+#: since. Longer numbers are part of the name.
+_COUNT = r"(?:([0-9]{1,18})|(.+?)(?:\+([1-9][0-9]{0,17}))?)"
+_LABEL = re.compile(rf"{_COUNT}(?:\+none|\+([^@]+)@{_COUNT})?", re.DOTALL)
 
 
-def counts_of(version: str) -> tuple[int, str, int] | None:
-    """Return what a label counts: the base weights, the name of the adapter ("" without one), and its versions.
+class Counts(NamedTuple):
+    """What a label counts: (name, number) of the base weights and of the adapter. Only equal names can be compared.
 
-    >>> counts_of("3"), counts_of("3+none"), counts_of("3+policy@12"), counts_of("tuned")
-    ((3, '', 0), (3, '', 0), (3, 'policy', 12), None)
+    The name is None if the label is a number. `adapter` is the adapter's own name, "" without one.
     """
-    base, _, adapter = version.partition("+")
-    name, _, number = adapter.partition("@")
-    counts = _count(base), _count(number) if number else 0
-    if counts[0] is None or counts[1] is None:
-        return None
-    return counts[0], name if number else "", counts[1]
+
+    base: tuple[str | None, int]
+    adapter: str
+    own: tuple[str | None, int]
+
+
+def counts_of(version: str) -> Counts:
+    """Return what a label counts.
+
+    >>> tuple(counts_of("3")), tuple(counts_of("tuned+2+policy@12"))
+    (((None, 3), '', (None, 0)), (('tuned', 2), 'policy', (None, 12)))
+    """
+    found = _LABEL.fullmatch(version)
+    number, name, later, adapter, *own = found.groups() if found else (None, version, *[None] * 5)
+    return Counts(_count(number, name, later), adapter or "", _count(*own))
 
 
 def counted_up(version: str) -> str:
     """Return the label that follows.
 
-    >>> counted_up("3"), counted_up("tuned")
-    ('4', 'tuned+1')
+    >>> counted_up("3"), counted_up("tuned"), counted_up("tuned+1")
+    ('4', 'tuned+1', 'tuned+2')
     """
-    # A label that the caller has chosen need not be a number, or may be longer than Python reads.
-    return str(int(version) + 1) if version.isdecimal() and len(version) <= _DIGITS else f"{version}+1"
+    found = re.fullmatch(_COUNT, version, re.DOTALL)
+    name, number = _count(*found.groups()) if found else (version, 0)
+    return str(number + 1) if name is None else f"{name}+{number + 1}"
 
 
-def _count(text: str) -> int | None:
-    return int(text) if text.isascii() and text.isdecimal() and len(text) <= _DIGITS else None
+def _count(number: str | None, name: str | None, later: str | None) -> tuple[str | None, int]:
+    return name, int(number or later or 0)
 
 
 def run_problems(runs: Any, length: int) -> str:
@@ -66,13 +79,12 @@ def run_problems(runs: Any, length: int) -> str:
 
 def backward(runs: VersionRuns) -> str:
     """Return where the weights of a row go backwards, if their labels count; "" if they do not."""
-    last, before = None, ""
-    for version, first in runs:
-        counts = counts_of(version)
-        # Another adapter counts apart.
-        if last and counts and (counts[0] < last[0] or (counts[1] == last[1] and counts[2] < last[2])):
+    for (before, _), (version, first) in pairwise(runs):
+        last, now = counts_of(before), counts_of(version)
+        # Another adapter counts apart, and so do labels of another name.
+        back = now.base[0] == last.base[0] and now.base < last.base
+        if back or ((now.adapter, now.own[0]) == (last.adapter, last.own[0]) and now.own < last.own):
             return f"the weights go back from {before} to {version} at position {first}"
-        last, before = counts, version
     return ""
 
 

@@ -6,6 +6,7 @@ import html.parser
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,20 @@ def test_the_summary_shows_errors_and_every_kind_of_log_probs() -> None:
     shown = str(corelm_interop.summary(td))
     assert "errors: 1, the first: the prompt has 9 tokens" in shown and "(the prompt" in shown
     assert "ref_log_probs: mean -10.500 over 6 scored tokens" in shown and "mean ref_log_probs" in shown
+
+
+def test_the_summary_prefers_texts_to_repeated_means() -> None:
+    td = batch()
+    del td["history"]
+    td["text"].prompt, td["text"].response = ["What is it?"] * 4, ["An answer"] * 4
+    label = replace(RAW, mode="processed", temperature=0.7, support="truncated", model="/root/.cache/models/my-model")
+    for name in ("ref_log_probs", "train_log_probs"):
+        td[name] = td["log_probs"].clone()
+        td[name].provenance = label
+    shown = str(corelm_interop.summary(td))
+    assert "What is it" in shown.splitlines()[-4] and "An answer" in shown.splitlines()[-1]
+    assert "mean log-prob" in shown and "train_log_probs: mean -10.500" in shown and "model 'my-model'" in shown
+    assert "mean train_log_probs" in corelm_interop.summary(td)._repr_html_()
 
 
 def test_the_summary_is_a_text_in_a_kernel_too(monkeypatch: pytest.MonkeyPatch) -> None:

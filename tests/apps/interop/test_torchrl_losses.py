@@ -2,6 +2,7 @@
 
 import re
 
+import peft
 import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
@@ -9,11 +10,12 @@ from tensordict import TensorDict, lazy_stack
 import corelm
 from corelm import History, LLMPolicy
 from corelm.errors import InvalidRequestError, MissingKeyError, ProvenanceMismatchError
-from corelm.kl import RetrieveLogProb
+from corelm.kl import KLRewardTransform, RetrieveLogProb
 from corelm.policy.options import Keys
 from corelm_testing.toy import Bigram
 from helpers import oracle
-from helpers.tiny_models import tiny_tokenizer
+from helpers.refusals import refused
+from helpers.tiny_models import tiny_model, tiny_tokenizer
 from helpers.torchrl import skip_without_torchrl
 
 skip_without_torchrl()
@@ -22,7 +24,7 @@ from torchrl.modules.llm import TransformersWrapper
 from torchrl.modules.llm.policies import ChatHistory as TheirChatHistory
 from torchrl.objectives.llm import CISPOLoss, GRPOLoss, SFTLoss
 
-from corelm_interop.torchrl import LossActor, ModuleTransform, from_torchrl, to_torchrl
+from corelm_interop.torchrl import EnvPolicy, LossActor, ModuleTransform, ReferenceActor, from_torchrl, to_torchrl
 
 LAYOUTS = pytest.mark.parametrize("pad", [False, True], ids=["rows", "dense"])
 CHATS = [[{"role": "user", "content": "Hello there, who are you?"}], [{"role": "user", "content": "Hi"}]]
@@ -355,6 +357,31 @@ def plain_row(row):
 def test_other_keys_are_refused(trainer):
     with pytest.raises(InvalidRequestError, match="default keys"):
         LossActor(LLMPolicy(trainer, keys=Keys(tokens="ids")))
+
+
+def test_a_model_that_gets_no_gradients_is_refused(model):
+    own = tiny_model()
+    with corelm.get_backend("transformers", own, tokenizer=tiny_tokenizer()) as backend:
+        policy = LLMPolicy(backend, batching=True)
+        for other in (model, own.lm_head, "x"):
+            with refused(InvalidRequestError, field="model"):
+                LossActor(policy, other)
+        for wrapped in (torch.compile(own), peft.get_peft_model(own, peft.LoraConfig(target_modules=["q_proj"]))):
+            assert [*LossActor(policy, wrapped).parameters()] == [*own.parameters()]
+
+
+@pytest.mark.parametrize("wrap", [LossActor, EnvPolicy, ReferenceActor, KLRewardTransform])
+def test_a_backend_in_place_of_a_policy_is_told_how_to_become_one(trainer, trained, wrap):
+    for given, kind in ((trainer, "Backend"), (trained, type(trained).__name__), (LLMPolicy, "the class LLMPolicy")):
+        with refused(InvalidRequestError, field="policy") as caught:
+            wrap(given)
+        assert f"such as LLMPolicy(backend), got {kind}" in str(caught.value)
+
+
+def test_a_class_in_place_of_a_module_is_refused():
+    with refused(InvalidRequestError, field="module") as caught:
+        ModuleTransform(RetrieveLogProb)
+    assert "got the class RetrieveLogProb" in str(caught.value)
 
 
 def test_sft_refuses_groups_and_says_how_to_flatten_them(trainer):

@@ -7,10 +7,11 @@ from typing import Any
 import peft
 import pytest
 import torch
+from tensordict import TensorDict
 from torch import nn
 
 import corelm
-from corelm import Backend, DynamicBatcher, hookimpl
+from corelm import Backend, DynamicBatcher, LLMPolicy, hookimpl
 from corelm.errors import BackendClosedError, EngineError, InvalidRequestError
 from corelm.spec import GenerateResult, WeightsStateRequest
 from corelm_testing.toy import Bigram
@@ -50,6 +51,18 @@ def test_a_model_trained_in_place_gets_a_new_version(batched):
             optimizer.step()
         assert versions == [("0",), ("0",), ("1",), ("1",), ("2",), ("2",)]
         assert backend.weight_version == "3"
+
+
+def test_labels_count_from_the_one_that_a_caller_gave():
+    with corelm.get_backend("toy") as backend:
+        backend.weights_changed("step-1")
+        td = LLMPolicy(backend, input_mode="text", sampling_params=SHORT)(TensorDict(text=["Hi"]))
+        for _ in range(6):
+            with torch.no_grad():
+                backend.engine.plugin.model.table.add_(1.0)
+            backend.score_logprobs([[65, 66]])
+        assert backend.weight_version == "step-1+6"
+        assert corelm.staleness(td, backend.weight_version).full[0].max() == 6
 
 
 def test_the_version_is_that_of_the_weights_and_not_the_number_of_changes():

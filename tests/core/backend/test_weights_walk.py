@@ -1,5 +1,6 @@
 """Random changes of the weights of an engine: whatever happens, a label names one set of weights and no other."""
 
+import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -240,7 +241,8 @@ class Walk(RuleBasedStateMachine):
             assert label == version if version else label not in self.used
             if label in self.used:
                 # The user has said that these weights have the label.
-                for name in [each for each in self.truth.named if each.partition("+")[0] == label or each == label]:
+                own = re.compile(re.escape(label) + r"(\+none|\+(one|two)@.*)?")
+                for name in filter(own.fullmatch, [*self.truth.named]):
                     del self.truth.named[name]
             self.dropped = False
         elif end in REFUSED and not owner:

@@ -194,10 +194,11 @@ def test_a_number_that_is_not_finite_where_a_position_does_not_count(case: str, 
         assert grad is None or (bool(torch.isfinite(grad).all()) and float(grad.flatten()[-1]) == 0.0)
 
 
-@each("poison", POISONS)
-def test_a_reward_is_passed_on(poison: str) -> None:
-    found = reward(batch("reward", POISONS[poison], True))
-    torch.testing.assert_close(found, torch.tensor([0.0, POISONS[poison]]), equal_nan=True)
+@each("poison", ["inf", "-inf"])
+def test_an_infinite_reward_is_passed_on_and_nan_is_refused(poison: str) -> None:
+    assert reward(batch("reward", POISONS[poison], True)).tolist() == [0.0, POISONS[poison]]
+    with refused(InvalidRequestError, field="reward", rows=(1,)):
+        reward(batch("reward", NAN, True))
 
 
 @each(

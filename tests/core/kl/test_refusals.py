@@ -214,8 +214,11 @@ def test_retrieved_log_probs_of_another_model_are_not_replaced(gen, ref):
     td = RetrieveLogProb(ref)(rollout(gen))
     td["ref_log_probs"].set("provenance", replace(td["ref_log_probs"].provenance, model="another"))
     ref.backend.weights_changed()
-    with refused(InvalidRequestError, field="ref_log_probs", rows=(0, 1, 2)):
+    with refused(InvalidRequestError, field="ref_log_probs", rows=(0, 1, 2)) as caught:
         RetrieveLogProb(ref)(td)
+    told = str(caught.value)
+    assert "row 0: " in told and "model='another', weight_version='0', the new ones of " in told
+    assert told.count("'another'") == 1 and "temperature" not in told and "; likewise rows 1, 2. " in told
     assert td["ref_log_probs"].provenance.model == "another"
     for version in ("1", "2"):
         RetrieveLogProb(ref, overwrite=version == "1")(td)

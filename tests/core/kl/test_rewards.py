@@ -144,6 +144,26 @@ def test_rewards_of_another_shape_are_refused_and_nothing_is_written(gen, ref, p
     assert "kl_penalty" not in td.keys() and "kl_penalty" not in td["next"].keys()
 
 
+@LAYOUTS
+def test_a_reward_that_is_nan_is_refused_by_row_and_pads_may_hold_any(gen, ref, pad):
+    td = RetrieveLogProb(ref)(rollout(gen, (3,), pad))
+    td["reward"] = torch.tensor([1.0, torch.nan, 1.0])
+    with refused(InvalidRequestError, field="reward", rows=(1,)):
+        KLComputation()(td)
+    td["next"] = lazy_stack([TensorDict(reward=torch.full((1,), value)) for value in (1.0, 1.0, torch.nan)])
+    with refused(InvalidRequestError, field="reward", rows=(2,)):
+        KLComputation()(td)
+    del td["next"]
+    if pad:
+        real = td["masks"].all_attention_mask
+        td["reward"] = torch.ones(real.shape).masked_fill(~real, torch.nan)
+        td["reward"][2, real[2].nonzero()[-1]] = torch.nan
+        with refused(InvalidRequestError, field="reward", rows=(2,)):
+            KLComputation()(td)
+        td["reward"][2, real[2]] = 1.0
+        assert KLComputation()(td)["reward"][real].isfinite().all() and not bool(real.all())
+
+
 def test_a_kl_that_cannot_be_stored_penalises_no_reward(gen, ref):
     td = RetrieveLogProb(ref)(rollout(gen, (2,), False))
     td["reward"], td["stats"] = torch.ones(2), torch.zeros(2)

@@ -1,6 +1,7 @@
 """What a policy refuses, naming the field, before anything is sampled; and which bad rows it can skip."""
 
 import re
+import warnings
 
 import pytest
 import torch
@@ -192,11 +193,14 @@ IDS = torch.tensor([[72, 105]])
     [
         *((["Hello"], "text"), ("Hello", "text"), ({"text": ["Hello"]}, "text"), ({"input_ids": IDS}, "text")),
         *(([{"role": "user", "content": "Hi"}], "history"), (IDS, "tokens")),
+        *((History.from_chats([chat("Hi")]), "history"), (corelm.Text(full=["Hi"], batch_size=1), "text")),
     ],
 )
 def test_an_input_that_is_not_a_tensordict_is_refused_with_the_call_to_make(backend, given, mode):
-    with refused(InvalidRequestError, field="tensordict"):
-        LLMPolicy(backend, input_mode=mode)(given)
+    policy = LLMPolicy(backend, input_mode=mode)
+    for call in (policy, policy.log_prob, policy.get_dist):
+        with refused(InvalidRequestError, field="tensordict"):
+            call(given)
 
 
 def test_options_of_a_policy_are_no_sampling_parameters(backend):
@@ -289,7 +293,7 @@ def test_a_name_of_another_library_gets_an_exact_answer(backend, name, said):
 def test_a_sampling_parameter_given_as_an_option_is_named_with_the_dict_to_pass(backend):
     with pytest.raises(TypeError, match=r"give sampling_params=\{'max_new_tokens': 4\}"):
         LLMPolicy(backend, max_new_tokens=4)
-    policy = LLMPolicy(backend, sampling_params={"max_new_tokens": 3})
+    policy = LLMPolicy(backend, sampling_params={"max_new_tokens": 3}, num_samples=2)
     with pytest.raises(TypeError, match=r"give sampling_params=\{'max_new_tokens': 3, 'temperature': 0.5\}"):
         policy.replace(temperature=0.5)
     with pytest.raises(TypeError, match="did you mean 'pad_output'"):
@@ -369,6 +373,19 @@ def test_num_samples_has_one_home_wherever_it_was_given():
     assert options.replace(sampling_params={"n": 2, **GREEDY}).num_samples == 2
     with refused(InvalidRequestError, field="num_samples"):
         PolicyOptions(sampling_params={"n": 4}, num_samples=2)
+
+
+def test_samples_of_samples_are_warned_about_and_branches_are_not(backend):
+    policy = LLMPolicy(backend, sampling_params={"max_new_tokens": 3}, num_samples=4)
+    start = TensorDict(history=History.from_chats([chat("Hi"), chat("Who?")]))
+    found = policy(start)
+    with pytest.warns(UserWarning, match=r"\(2, 4\) becomes \(2, 4, 4\).*td\[:, 0\]"):
+        assert policy(found).batch_size == (2, 4, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert policy(found[:, 0]).batch_size == (2, 4) and policy(start).batch_size == (2, 4)
+        found["history"] = found["history"].full.append({"role": "user", "content": "Why?"})
+        assert policy.replace(num_samples=2, inplace=False)(found).batch_size == (2, 4, 2)
 
 
 def test_options_may_be_a_dict_and_sampling_parameters_in_it_are_named(backend):

@@ -112,7 +112,7 @@ def test_dense_ids_with_pads_and_no_mask_are_refused_by_row_in_every_form(backen
 @each(
     "shape, says, rows",
     [
-        ((2, 3), "row 0: the mask has 3 values for 2 tokens; row 1: ", (0, 1)),
+        ((2, 3), "row 0: the mask has 3 values for 2 tokens; likewise row 1", (0, 1)),
         ((4, 2), "the mask has 4 rows, but the tokens have 2", (2,)),
     ],
 )

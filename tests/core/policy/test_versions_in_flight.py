@@ -97,6 +97,8 @@ def labelled(**changes: Any) -> TensorDict:
         ({"version_runs": (("3+lora@1", 0), ("3+lora@4", 3))}, "4+lora@4", None, [4, 4, 4, 1]),
         ({"version_runs": (("3+none", 0), ("4+none", 3))}, "4", None, [1, 1, 1, 0]),
         ({"version_runs": (), "weight_version": "tuned"}, "tuned", None, [0] * 4),
+        ({"version_runs": (("tuned", 0), ("tuned+2", 1), ("tuned+2+none", 3))}, "tuned+6", None, [6, 4, 4, 4]),
+        ({"version_runs": (("a+1+lora@b", 0), ("a+1+lora@b+2", 2))}, "a+3+lora@b+4", None, [6, 6, 4, 4]),
     ],
 )
 def test_labels_of_every_kind(changes: Any, version: str, versions: Any, expected: list[int]) -> None:
@@ -113,6 +115,10 @@ def test_labels_of_every_kind(changes: Any, version: str, versions: Any, expecte
         ({}, "7", ["3", "7"], 'version'),
         ({}, "7", ["3", "3"], 'versions'),
         ({}, "7+lora@2", None, 'version'),
+        ({"version_runs": (("a+2", 0), ("a+1", 2))}, "a+3", None, "('log_probs', 'full')"),
+        ({"version_runs": (), "weight_version": "a+1"}, "b+1", None, 'version'),
+        ({"version_runs": (), "weight_version": "a+2"}, "a+1", None, 'version'),
+        ({"version_runs": (), "weight_version": "3+lora@a"}, "3+lora@b", None, 'version'),
     ])  # fmt: skip
 def test_what_has_no_age_is_refused(changes: Any, version: str, versions: Any, field: str) -> None:
     with refused(InvalidRequestError, field=field):

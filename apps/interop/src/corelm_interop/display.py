@@ -17,6 +17,7 @@ from contextlib import suppress
 from functools import partial
 from html import escape
 from itertools import islice, product
+from pathlib import PurePath
 from typing import Any
 
 import torch
@@ -39,6 +40,8 @@ __all__ = ["Summary", "container_html", "show_results", "summary"]
 
 #: Rows that facts are about, rows that a terminal shows at most, and the widest line there.
 _READ, _LINES, _WIDEST = 200, 20, 140
+#: Columns of texts, and how wide they are together, unless other columns are wide even without repeated means.
+_TEXTS, _ROOM = ("prompt", "response"), 26
 #: Rows, tokens of a row (of the prompt the last ones), and characters of a text that a page shows.
 _ROWS, _TOKENS, _PROMPT_TOKENS, _CHARACTERS = 8, 200, 50, 600
 
@@ -69,9 +72,14 @@ class Summary:
             title: [_cell(cell) for cell in cells]
             for title, cells in _columns_to_show(self._td, _head(self._td, room)).items()
         }
+        # Texts need room, and the facts above hold all the means.
+        widths = {title: 2 + max(map(len, [title, *cells])) for title, cells in columns.items() if title not in _TEXTS}
+        for title in [title for title in widths if title.startswith("mean ")][:0:-1]:
+            if sum(widths.values()) > out.width - _ROOM:
+                del columns[title], widths[title]
         table = Table(box=None, pad_edge=False, expand=True, header_style="")
         for title in columns:
-            is_text = title in ("prompt", "response")
+            is_text = title in _TEXTS
             is_left = is_text or not title
             table.add_column(
                 Line(printable(title)),
@@ -257,8 +265,9 @@ def _label(provenance: Any) -> str:
         parts += [f"{name} {value:g}" for name, value in provenance.penalties]
         how += f" ({', '.join(parts)})"
     # The weight version is that of the first token only. The end of a path is the name of the model.
+    model = provenance.model if len(provenance.model) <= 24 else PurePath(provenance.model).name[-40:]
     weights = ", ".join(dict.fromkeys(version for version, _ in provenance.version_runs)) or provenance.weight_version
-    return f"{how}, {provenance.backend}, model '{provenance.model[-40:]}', weights '{weights[:20]}'"
+    return f"{how}, {provenance.backend}, model '{model}', weights '{weights[:20]}'"
 
 
 def _row_count(value: Any) -> str:

@@ -14,7 +14,7 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 
 from corelm import Keys, LLMPolicy, LogProbs, MaskedCategorical, Masks, PolicyOptions, Tokens
-from corelm.application import carries_sets, find_value, list_keys
+from corelm.application import carries_sets, checked_policy, find_value, list_keys
 from corelm.errors import InvalidRequestError, MissingKeyError, ProvenanceMismatchError, how_to_install, spelled_out
 from corelm.spec import Provenance
 from corelm.tensors.ragged import as_mask
@@ -52,7 +52,7 @@ class EnvPolicy(TensorDictModuleBase):
 
     def __init__(self, policy: LLMPolicy) -> None:
         super().__init__()
-        options = policy.options
+        options = checked_policy(policy).options
         if not options.generate or options.input_mode == "tokens" or options.input_mode not in options.fields:
             raise invalid(
                 "policy", "expected a policy that generates from a history or from text, and returns that container"
@@ -113,18 +113,25 @@ class LossActor(TensorDictModuleBase):
     Args:
         policy: its engine must support gradients and, for `GRPOLoss`, logits. Its `log_probs_mode` must be that of
             sampling.
-        model: the module to train, so that ``loss.parameters()`` returns its parameters. The losses work without it.
+        model: the model object that the policy's backend was opened with, wrapped or not. A policy has no parameters,
+            so it is here for ``loss.parameters()`` and ``loss.state_dict()``; the losses work without it.
 
     Raises:
-        InvalidRequestError: the policy has other keys.
+        InvalidRequestError: the policy has other keys, or `model` is not the one that gets the gradients.
     """
 
     generate = False
 
     def __init__(self, policy: LLMPolicy, model: nn.Module | None = None) -> None:
         super().__init__()
-        self.model = model
         scorer = _for_torchrl(policy, generate=False, return_log_probs=True, return_history=None)
+        if model is not None and not (isinstance(model, nn.Module) and policy.backend.runs(model)):
+            raise invalid(
+                "model",
+                f"the {type(model).__name__} is not the one that the policy's backend scores with, which gets the "
+                'gradients; open the backend with the model object: get_backend("transformers", model)',
+            )
+        self.model = model
         self._tokens = scorer.replace(input_mode="tokens", pad_output=True)
         self._history = scorer.replace(input_mode="history", pad_output=False)
         self.in_keys = self._tokens.in_keys
@@ -239,6 +246,9 @@ class ModuleTransform(Transform):
     def __init__(self, module: TensorDictModuleBase) -> None:
         # No keys: they would need entries in the environment's specs, which containers of varying length do not have.
         super().__init__()
+        if isinstance(module, type) or not callable(module):
+            kind = f"the class {module.__name__}" if isinstance(module, type) else type(module).__name__
+            raise invalid("module", f"expected a module, such as RetrieveLogProb(policy), got {kind}")
         self.module = module
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -254,7 +264,7 @@ class ModuleTransform(Transform):
 
 
 def _for_torchrl(policy: LLMPolicy, **changes: Any) -> LLMPolicy:
-    if policy.options.keys != Keys() or policy.options.input_key is not None:
+    if checked_policy(policy).options.keys != Keys() or policy.options.input_key is not None:
         raise invalid("policy", "TorchRL reads the containers under their default keys, which this policy changes")
     return policy.replace(**changes, inplace=False)
 
