@@ -23,7 +23,7 @@ from corelm import History, LLMPolicy
 ROOT = Path(__file__).parents[1]
 #: Name → the most that is allowed.
 BUDGETS = {
-    "kernel, lines": 19_620,
+    "kernel, lines": 19_700,
     "kernel, files": 73,
     "Backend.generate, calls": 36,
     "Backend.generate, functions": 29,

@@ -186,7 +186,7 @@ def asked(logprobs: str, prompts: list[list[int]] = ROWS, stop_ids: set[int] | N
         prompts,
         logprobs,
         **({"max_new_tokens": 9} | CUTS | given),
-        seeds=torch.arange(len(prompts)) + 5,
+        seeds=torch.arange(len(prompts)) + 6,
         stop_ids=frozenset({4, 8, 10} if stop_ids is None else stop_ids),
         return_support=True,
         top_logprobs=TOP,
