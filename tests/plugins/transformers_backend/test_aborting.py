@@ -114,7 +114,7 @@ def test_an_abort_ends_the_trials_of_a_new_model(open_model: Open) -> None:
     hook = model.model.embed_tokens.register_forward_hook(count)
     result = backend.generate(PROMPTS, ENDLESS, request_ids=NAMES)
     assert result.finish_reasons == ("abort",) * 3 and result.ids.lengths.tolist() == [0, 0, 0]
-    with pytest.raises(EngineError, match="row 2: aborted before it was scored"):
+    with pytest.raises(EngineError, match="row 0: aborted before it was scored; likewise rows 1, 2"):
         backend.score_logprobs(PROMPTS, request_ids=NAMES)
     assert forwards < 40
     hook.remove()

@@ -300,9 +300,11 @@ class Decoder:
                 return False
             if self._self_test.is_refuted(way, columns):
                 return False
-            if way.startswith("uncached") or not self._engine.keeps_states:
+            # One of which a caller's rows have shown a fault is tried to the end before shorter rows are decoded so.
+            failed = bool(self._self_test.now.records[way].fault)
+            if way.startswith("uncached") or not (self._engine.keeps_states or failed):
                 break
-            self.keeps_states = True
+            self.keeps_states |= self._engine.keeps_states
         return True
 
     def _continued(self, way: str, depth: int, rows: Ragged) -> Iterator[tuple[int, Tensor]]:
