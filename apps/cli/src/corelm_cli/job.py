@@ -5,16 +5,20 @@ Every command for files is one.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import platform
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
 from typing import Any, Generic, NoReturn
 
+import torch
 import typer
 
 from corelm import Backend
@@ -25,7 +29,7 @@ from corelm_cli.exits import ENGINE_FAILED, INTERRUPTED, SOME_FAILED, exit_code,
 from corelm_cli.lines import Id, L, LineError, ReadLine, count_lines, read_lines
 from corelm_cli.output import Answers, AnswersFile, Errors, check_paths, count_rows, errors_path
 from corelm_cli.progress import Bar
-from corelm_cli.settings import recorded_engine
+from corelm_cli.settings import files_of, recorded_engine
 from corelm_cli.streams import Messages, Stream, opened_input, standard_output, tell
 from corelm_cli.wording import as_flags
 from corelm_interop.timing import Timing
@@ -92,6 +96,8 @@ class Summary:
         if self.tokens_per_second is not None and self.tokens:
             tokens = f"{counted(self.tokens, 'token')} {'scored' if scores else 'sampled'}"
             told.append(f"{tokens} in {self.seconds:.1f} s, {self.tokens_per_second:,.0f} tokens/s")
+        if how := self.engine.get("model"):
+            told.append(f"model: {how}")
         if self.timing is not None:
             told += repr(self.timing.summary()).splitlines()
         return told
@@ -168,6 +174,20 @@ class Job(Generic[L]):
                     stdout.write(told.encode(errors="backslashreplace"))
         raise typer.Exit(code)
 
+    def _run(self) -> dict[str, Any]:
+        """Return what is saved about the run: nothing that another run of the same answers must repeat."""
+        run: dict[str, Any] = {
+            "started": datetime.now(UTC).isoformat(timespec="seconds"),
+            "python": platform.python_version(),
+            "torch": str(torch.__version__),
+            "batch_size": self.batch_size,
+        }
+        if self.source is not None and self.source.is_file():
+            with self.source.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            run["input"] = {"path": str(self.source), "sha256": digest}
+        return run
+
     def _tell(self, summary: Summary) -> None:
         """Say what was done, and how to go on."""
         begun = summary.seconds and summary.status == "interrupted"
@@ -205,10 +225,12 @@ class Job(Generic[L]):
         with ExitStack() as stack:
             # Open the files first, so that errors in them are reported before a model loads.
             source, known = stack.enter_context(opened_input(self.source, whole=self.whole))
+            files = files_of(model_files=self.engine.model, adapter_files=self.engine.adapter_folder)
             answers: Answers
             if self.target is not None:
                 check_paths(known, self.target)
-                answers = stack.enter_context(AnswersFile.open(self.target, self.settings, overwrite=self.overwrite))
+                opened = AnswersFile.open(self.target, self.settings, files, self._run(), overwrite=self.overwrite)
+                answers = stack.enter_context(opened)
                 errors = stack.enter_context(Errors.open(errors_path(self.target)))
             else:
                 answers, errors = Answers(stdout), Errors()
@@ -220,9 +242,9 @@ class Job(Generic[L]):
             summary.present = present
             summary.timing = Timing() if self.timed else None
             engine = stack.enter_context(self.engine.open([summary.timing] if summary.timing else []))
-            summary.status = "running"
-            summary.engine = recorded_engine(engine)
+            summary.engine = {**recorded_engine(engine), **files}
             answers.start(summary.engine)
+            summary.status = "running"
             if self.overwrite:
                 errors.finished()
             run = _Run(self.worker(engine), answers, errors, self.samples, summary)
