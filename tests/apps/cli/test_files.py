@@ -435,3 +435,12 @@ def test_a_table_is_refused_as_input_before_anything_is_opened(tmp_path):
         ):
             result = corelm_command(*command, tmp_path / name)
             assert result.exit_code == 2 and "only JSON Lines are read" in result.stderr, (command, result.stderr)
+
+
+def test_a_text_that_is_no_json_lines_is_refused_before_the_engine_opens(files):
+    source = files[0].with_suffix(".txt")
+    source.write_text("What is your name?\nThe cat\n")
+    result = generate((source, files[1]), backend="nonesuch")
+    assert result.exit_code == 2 and f"convert it: jq -Rc '{{prompt: .}}' {source} > prompts.jsonl" in result.stderr
+    source.write_bytes(files[0].read_bytes())
+    assert generate((source, files[1])).exit_code == 0

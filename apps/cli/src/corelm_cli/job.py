@@ -43,6 +43,7 @@ class Summary:
     """What a run did so far.
 
     Attributes:
+        whole: whether the input is one text, and not lines.
         output: the file that is written; None for the standard output.
         errors: the file that lists the lines that failed, if there is one.
         settings: the settings of the answers.
@@ -55,6 +56,7 @@ class Summary:
     """
 
     command: str
+    whole: bool = False
     output: Path | None = None
     errors: Path | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -84,7 +86,11 @@ class Summary:
     def lines(self) -> list[str]:
         """Return the summary as a person reads it."""
         scores = self.command == "score"
-        done = f"{counted(self.written, 'line')} scored" if scores else f"{counted(self.written, 'answer')} written"
+        done = (
+            f"{counted(self.written, 'text' if self.whole else 'line')} scored"
+            if scores
+            else f"{counted(self.written, 'answer')} written"
+        )
         said = f"{done}, {self.present} already present"
         if self.failed:
             where = "the messages above" if self.errors is None else self.errors
@@ -160,7 +166,7 @@ class Job(Generic[L]):
         """Run the job, say what it did, and exit."""
         errors = None if self.target is None else errors_path(self.target)
         command = self.settings["command"]
-        summary = Summary(command=command, output=self.target, errors=errors, settings=self.settings)
+        summary = Summary(command=command, whole=self.whole, output=self.target, errors=errors, settings=self.settings)
         with typed_exits(), ExitStack() as stack:
             # What engines print must not get among the answers, or into the JSON.
             stdout = stack.enter_context(standard_output()) if self.target is None or self.as_json else None
