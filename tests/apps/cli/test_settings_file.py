@@ -132,6 +132,8 @@ def test_the_run_is_saved(files):
     run = settings_of(files[1])["run"]
     assert (run["batch_size"], run["python"], run["torch"]) == (3, platform.python_version(), torch.__version__)
     assert run["input"] == {"path": str(files[0]), "sha256": hashlib.sha256(files[0].read_bytes()).hexdigest()}
+    assert run["defaults"].items() >= {"top_k": None, "top_p": 1.0, "stop": []}.items(), run
+    assert not run["defaults"].keys() & settings_of(files[1])["settings"].keys()
     assert datetime.fromisoformat(run["started"]).tzinfo is not None
     generate((files[0], files[1].with_name("other.jsonl")), "--batch-size", 2)
     assert settings_of(files[1].with_name("other.jsonl"))["fingerprint"] == settings_of(files[1])["fingerprint"]

@@ -142,6 +142,7 @@ class Job(Generic[L]):
         source: the input file; None for the standard input.
         target: the output file; None for the standard output.
         settings: the settings that all answers in `target` have.
+        defaults: the values of settings that are not in `settings` because they are at their default.
         samples: number of answers to a line.
         batch_size: number of lines to serve at a time.
         whole: whether `source` is one text, and not lines.
@@ -154,6 +155,7 @@ class Job(Generic[L]):
     settings: Mapping[str, Any]
     read: ReadLine[L]
     worker: Callable[[Backend], Worker[L]]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     samples: int = 1
     batch_size: int = 16
     whole: bool = False
@@ -187,6 +189,7 @@ class Job(Generic[L]):
             "python": platform.python_version(),
             "torch": str(torch.__version__),
             "batch_size": self.batch_size,
+            "defaults": dict(self.defaults),
         }
         if self.source is not None and self.source.is_file():
             with self.source.open("rb") as file:

@@ -48,6 +48,12 @@ def recorded_sampling(sampling: SamplingParams) -> dict[str, Any]:
     return {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}
 
 
+def default_sampling(recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of the parameters that `recorded_sampling` left out because they are at their default."""
+    others = (*recorded, "num_samples", "do_sample", "engine_kwargs")
+    return {name: getattr(SamplingParams(), name) for name in FIELDS if name not in others}
+
+
 def recorded_policy(options: PolicyOptions) -> dict[str, Any]:
     """Return the options for prompts that are not at their default, in JSON types.
 
