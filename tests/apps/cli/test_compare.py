@@ -103,6 +103,9 @@ def test_a_quick_comparison_and_a_budget(tmp_path):
     write_rows(tmp_path / "prompts.jsonl", [{"prompt": f"The cat {n}"} for n in range(9)])
     result = corelm_command("compare", *TWO, "--input", tmp_path / "prompts.jsonl", "--json", "--quick")
     made = json.loads(result.stdout)
+    params = {"max_new_tokens": 8, "temperature": 1.0}
+    limits = {"tolerance": None, "budget": 60.0, "quick": True, "timeout": None}
+    assert made["settings"] == {**limits, "sampling": params} == from_json(made).settings
     assert result.exit_code == 0 and sum(row["kind"] == "text" for row in made["rows"]) == 4
     assert re.search(r" tokens in 4 prompts and 3 rows made of their ids, scored by ", " ".join(result.stderr.split()))
     result = corelm_command("compare", *TWO, "--input", tmp_path / "prompts.jsonl", "--budget", "1e-6")
@@ -138,7 +141,7 @@ def test_what_cannot_be_compared_is_refused_with_the_flag():
         ((*TWO, "--tolerance", "-1"), "error: --tolerance: expected a finite number above 0"),
         ((*TWO, "--oracle", "/nowhere/model"), "/nowhere/model"),
         ((*TWO, "--report", "/nowhere/report.html"), "error: --report: /nowhere/report.html is in a folder"),
-        ((*TWO, "--num-samples", "2"), "No such option: --num-samples (Possible options: "),
+        ((*TWO, "--num-samples", "2"), "No such option: --num-samples; `corelm generate` has --num-samples"),
     ):
         result = corelm_command("compare", *flags)
         assert result.exit_code == 2 and said in result.stderr and result.stdout == "", (flags, result.stderr)

@@ -295,7 +295,7 @@ def test_the_answers_of_another_run_are_kept(files):
 
 def test_the_errors_file_is_locked_like_the_output(files):
     """Another run may have it as its output, still without an answer."""
-    with AnswersFile.open(files[1].with_name("answers.errors.jsonl"), {}):
+    with AnswersFile.open(files[1].with_name("answers.errors.jsonl"), {}, {}, {}):
         result = generate(files)
     assert result.exit_code == 2 and "another run is writing" in result.stderr
     assert [path.name for path in files[1].parent.iterdir()] == ["prompts.jsonl"]
@@ -342,12 +342,12 @@ def test_an_output_cut_off_anywhere_can_be_continued(files, name):
     write_rows(files[0], [{"id": name, "prompt": "The cat"}])
     settings: dict[str, Any] = {}
     answer = {"id": name, "line": 1, "prompt_hash": "0123456789abcdef", "response": "said"}
-    with AnswersFile.open(files[1], settings) as answers:
+    with AnswersFile.open(files[1], settings, {}, {}) as answers:
         answers.write([answer])
     whole = files[1].read_bytes()
     for cut in range(1, len(whole)):
         files[1].write_bytes(whole[:cut])
-        with AnswersFile.open(files[1], settings) as answers:
+        with AnswersFile.open(files[1], settings, {}, {}) as answers:
             assert len(answers) == (1 if cut == len(whole) - 1 else 0)
             answers.write([answer])
         assert files[1].read_bytes() == whole
@@ -371,14 +371,14 @@ def test_a_run_never_writes_to_a_removed_file(tmp_path, monkeypatch):
     fcntl = pytest.importorskip("fcntl")
     path, lock = tmp_path / "answers.jsonl", fcntl.flock
     with ExitStack() as first:
-        first.enter_context(AnswersFile.open(path, {}))
+        first.enter_context(AnswersFile.open(path, {}, {}, {}))
 
         def late(file: Any, how: int) -> None:
             first.close()
             lock(file, how)
 
         monkeypatch.setattr(fcntl, "flock", late)
-        with AnswersFile.open(path, {}) as second:
+        with AnswersFile.open(path, {}, {}, {}) as second:
             second.write([{"id": 1, "line": 1, "prompt_hash": "0"}])
     assert len(rows(path)) == 1
 
@@ -435,3 +435,12 @@ def test_a_table_is_refused_as_input_before_anything_is_opened(tmp_path):
         ):
             result = corelm_command(*command, tmp_path / name)
             assert result.exit_code == 2 and "only JSON Lines are read" in result.stderr, (command, result.stderr)
+
+
+def test_a_text_that_is_no_json_lines_is_refused_before_the_engine_opens(files):
+    source = files[0].with_suffix(".txt")
+    source.write_text("What is your name?\nThe cat\n")
+    result = generate((source, files[1]), backend="nonesuch")
+    assert result.exit_code == 2 and f"convert it: jq -Rc '{{prompt: .}}' {source} > prompts.jsonl" in result.stderr
+    source.write_bytes(files[0].read_bytes())
+    assert generate((source, files[1])).exit_code == 0

@@ -118,7 +118,18 @@ def test_a_text_that_fits_is_scored_as_without_windows(text, tiny_model, tmp_pat
     short = tmp_path / "short.txt"
     short.write_text("Hello! How are you?")
     plain, windowed = score(tiny_model, short), score(tiny_model, "--window", 64, "--stride", 8, short)
-    assert windowed["log_prob"] == pytest.approx(plain["log_prob"], abs=1e-5) and "perplexity" not in plain
+    assert windowed["log_prob"] == pytest.approx(plain["log_prob"], abs=1e-5)
+    assert plain["perplexity"] == pytest.approx(math.exp(-plain["log_prob"] / plain["tokens"]))
+    assert (windowed["window"], windowed["stride"]) == (64, 8) and "window" not in plain
+    assert score(tiny_model, "--window", 64, short)["stride"] is None
+
+
+def test_a_perplexity_that_no_float_holds_is_null(tmp_path):
+    (tmp_path / "short.txt").write_text("What is your name?")
+    result = corelm_command("score", "--backend", "toy", "--temperature", 1e-3, tmp_path / "short.txt")
+    row = json.loads(result.stdout)
+    assert -row["log_prob"] / row["tokens"] > 710 and row["perplexity"] is None
+    assert "1 text scored" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -148,6 +159,8 @@ def test_a_text_of_one_token_is_scored_only_after_bos_and_its_error_says_how(tmp
         (["--window", "4", "--stride", "4"], "for windows that do not overlap, leave --stride out"),
         (["--input", "-"], "give one of FILE and --input"),
         (["--windw", "4"], "--window"),
+        (["--max-new-token", "3"], "typed --option max_new_token=3; `corelm generate` has --max-new-tokens"),
+        (["--max-new-tokens", "3"], "No such option: --max-new-tokens; `corelm generate` has --max-new-tokens"),
         (["--window", "1"], "greater than or equal to 2"),
         (["--window", "4", "--stride", "0"], "greater than or equal to 1"),
         (["--window", "513"], "--window: the context of the model is 512; give --window 512 or less"),

@@ -179,6 +179,8 @@ BAD = {
     '{"prompt": "a", "completion": "b", "tools": []}': "tools: only a chat template reads tools",
     '{"prompt": "a", "completion": "b", "gold": 1}': "unknown keys: gold; a line may have id, text, prompt",
     '{"prompt": "a", "completion": "b", "sample": "x"}': "sample: expected an integer",
+    '{"id": 1, "line": 1, "prompt_hash": "f", "log_prob": -1.0, "tokens": 1}': "this line is output of `corelm score`",
+    '{"id": 2, "line": 2, "prompt_hash": "f", "response": "b", "tokens": 1}': "with `corelm generate --copy-input`",
     "not json": "not valid JSON",
 }
 

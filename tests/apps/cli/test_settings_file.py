@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import platform
+from datetime import datetime
 from pathlib import Path
 
 import pytest
+import torch
 
 import corelm
 from helpers.command_line import corelm_command, generate, rows, settings_of
@@ -48,6 +52,7 @@ def test_how_the_engine_ran_is_saved(tmp_path, tiny_model):
     assert json.loads(result.stdout)["engine"] == engine and "engine" not in rows(target)[0]
     piped = corelm_command("score", "--model", tiny_model, "--input", source)
     assert json.loads(piped.stdout)["engine"] == engine
+    assert "model: float32 on cpu" in result.stderr and "model: float32 on cpu" in piped.stderr
 
 
 def test_an_answer_of_a_run_in_another_dtype_holds_its_own(files, fabricate, monkeypatch):
@@ -61,13 +66,77 @@ class Telling(ToyBackend):
     fabricate("telling", "1", {"telling": "telling:Telling"}, {"telling": telling})
     monkeypatch.setenv("RUNS", "float32 on cpu")
     generate(files, backend="telling")
-    whole = files[1].read_bytes()
-    files[1].write_bytes(whole[: whole.index(b"\n") + 1])
+    drop_all_but_the_first(files[1])
     monkeypatch.setenv("RUNS", "bfloat16 on cuda:0")
     assert generate(files, backend="telling").exit_code == 0
     assert settings_of(files[1])["engine"]["model"] == "float32 on cpu"
     told = [row.get("engine", {}).get("model") for row in rows(files[1])]
     assert told == [None, *["bfloat16 on cuda:0"] * 4]
+
+
+OPENS_ANY_MODEL = """
+import os
+from corelm_testing.toy import ToyBackend
+
+class Opening(ToyBackend):
+    info = property(lambda self: {"revision": os.environ.get("COMMIT", "")})
+
+    @classmethod
+    def open(cls, model=None):
+        return super().open()
+"""
+
+
+def drop_all_but_the_first(answers: Path) -> bytes:
+    whole = answers.read_bytes()
+    answers.write_bytes(whole[: whole.index(b"\n") + 1])
+    return whole
+
+
+@pytest.mark.parametrize("size", [100, 40_000_000])
+def test_answers_of_two_models_in_one_folder_are_not_mixed(files, fabricate, tmp_path, monkeypatch, size):
+    fabricate("folders", "1", {"folders": "folders:Opening"}, {"folders": OPENS_ANY_MODEL})
+    weights = tmp_path / "latest" / "model.safetensors"
+    weights.parent.mkdir()
+    weights.write_bytes(bytes(size))
+    monkeypatch.chdir(tmp_path)
+    assert generate(files, "--model", "./latest", "--seed", 1, backend="folders").exit_code == 0
+    made = settings_of(files[1])
+    whole = drop_all_but_the_first(files[1])
+    (weights.parent / "trainer_state.json").write_text("{}")
+    assert generate(files, "--model", weights.parent, "--seed", 1, backend="folders").exit_code == 0, "typed otherwise"
+    assert files[1].read_bytes() == whole and settings_of(files[1]) == made
+    first = drop_all_but_the_first(files[1])
+    weights.write_bytes(bytes(size // 2) + b"\1" * (size - size // 2))
+    result = generate(files, "--model", "./latest", "--seed", 1, backend="folders")
+    assert result.exit_code == 2 and "the files of the model changed since the answers were made" in result.stderr
+    assert "Run the same command again" not in result.stderr
+    assert first.startswith(files[1].read_bytes()) and len(rows(files[1])) == 1
+    assert generate(files, "--model", "./latest", "--seed", 1, "--overwrite", backend="folders").exit_code == 0
+    assert settings_of(files[1])["engine"]["model_files"] != made["engine"]["model_files"]
+
+
+def test_answers_of_two_commits_of_a_hub_are_not_mixed(files, fabricate, monkeypatch):
+    fabricate("commits", "1", {"commits": "commits:Opening"}, {"commits": OPENS_ANY_MODEL})
+    monkeypatch.setenv("COMMIT", "aaa")
+    assert generate(files, "--model", "name", backend="commits").exit_code == 0
+    drop_all_but_the_first(files[1])
+    monkeypatch.setenv("COMMIT", "bbb")
+    result = generate(files, "--model", "name", backend="commits")
+    assert result.exit_code == 2 and "the commit of the model changed since" in result.stderr
+    assert "from aaa to bbb" in result.stderr and len(rows(files[1])) == 1
+
+
+def test_the_run_is_saved(files):
+    generate(files, "--batch-size", 3)
+    run = settings_of(files[1])["run"]
+    assert (run["batch_size"], run["python"], run["torch"]) == (3, platform.python_version(), torch.__version__)
+    assert run["input"] == {"path": str(files[0]), "sha256": hashlib.sha256(files[0].read_bytes()).hexdigest()}
+    assert run["defaults"].items() >= {"top_k": None, "top_p": 1.0, "stop": []}.items(), run
+    assert not run["defaults"].keys() & settings_of(files[1])["settings"].keys()
+    assert datetime.fromisoformat(run["started"]).tzinfo is not None
+    generate((files[0], files[1].with_name("other.jsonl")), "--batch-size", 2)
+    assert settings_of(files[1].with_name("other.jsonl"))["fingerprint"] == settings_of(files[1])["fingerprint"]
 
 
 def test_an_answer_with_another_provenance_holds_its_own(files, fabricate):
@@ -93,8 +162,7 @@ class Changing(ToyBackend):
 def test_a_run_goes_on_and_keeps_the_file(files):
     generate(files, "--seed", 5)
     before = saved(files).read_bytes()
-    whole = files[1].read_bytes()
-    files[1].write_bytes(whole[: whole.index(b"\n") + 1])
+    whole = drop_all_but_the_first(files[1])
     assert generate(files, "--seed", 5).exit_code == 0
     assert (saved(files).read_bytes(), files[1].read_bytes()) == (before, whole)
 
@@ -123,8 +191,7 @@ def test_a_settings_file_of_an_earlier_version_does_not_say_how_the_engine_ran(f
     made = settings_of(files[1])
     engine = made.pop("engine")
     saved(files).write_text(json.dumps(made))
-    whole = files[1].read_bytes()
-    files[1].write_bytes(whole[: whole.index(b"\n") + 1])
+    drop_all_but_the_first(files[1])
     result = generate(files, *more)
     assert result.exit_code == 0 and len(rows(files[1])) == 5, result.output
     told = [row.get("engine") for row in rows(files[1])]

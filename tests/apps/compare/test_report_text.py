@@ -29,13 +29,18 @@ def test_each_line_has_its_own_limit_and_the_dtypes_are_named():
     sides = (made.sides[0], replace(made.sides[1], dtype="bfloat16"))
     sampled = replace(made.own[-1], kind="sampled", mean_abs=0.0076)
     limits, from_plain = {"exact": 2e-4, "rounded": 0.1}, {"exact": 2e-4, "rounded": 0.3}
-    text = as_text(replace(made, sides=sides, own=(sampled,), limits=limits, oracle_limits=from_plain), 120)
+    made = replace(made, sides=sides, own=(sampled,), limits=limits, oracle_limits=from_plain)
+    text = as_text(replace(made, verdict="unexplained"), 120)
     assert "scored by exact (float32) and rounded (bfloat16): " in text
     assert "between their scores, up to 2.0e-6 is noise" in text and "The verdict rests on the scores of two" in text
     row = {line.split("  ")[0]: line.split() for line in text.splitlines()}
     assert row["rounded, sampled / scored"][4:6] == ["0.0076", "0.1"]
     assert row["exact → rounded"][4] == "2.0e-6"
     assert row["plain forward → rounded"][5] == "0.3"
+    # The verdict OK rests on what the coarser dtype rounds.
+    text = as_text(made, 120)
+    row = {line.split("  ")[0]: line.split() for line in text.splitlines()}
+    assert row["exact → rounded"][4] == "0.3" and "between their scores, up to 0.3 is rounding" in text
 
 
 def test_a_word_says_what_the_exit_code_is():

@@ -127,7 +127,7 @@ def generate(
         from corelm_cli.generating import Generator
         from corelm_cli.job import Job
         from corelm_cli.lines import Prompt, read_prompt
-        from corelm_cli.settings import recorded_policy, recorded_sampling
+        from corelm_cli.settings import default_sampling, recorded_policy, recorded_sampling
 
     with typed_exits():
         options = flags.policy_options(
@@ -152,8 +152,9 @@ def generate(
             **_recorded(engine),
             **written,
             **recorded_policy(options),
-            **recorded_sampling(params),
+            **(recorded := recorded_sampling(params)),
         },
+        defaults=default_sampling(recorded),
         read=read_prompt,
         worker=lambda opened: Generator(engine=opened, options=options, sampling=params, **written),
         samples=params.num_samples or 1,

@@ -56,6 +56,11 @@ _FIRST = frozenset(
 _UsageError: Any = typer.BadParameter.__mro__[1]
 
 
+def _of_generate(flag: str, own: list[str]) -> str | None:
+    """Return the flag of a sampling parameter that `flag` is or is close to, unless it is close to one in `own`."""
+    return None if nearest(flag, own) else nearest(flag, map(as_flag, (*SamplingParams.__dataclass_fields__, *ALIASES)))
+
+
 def _as_option(flag: str, given: list[str], own: list[str]) -> str | None:
     """Return ``--option dtype=float32`` for ``--dtype float32`` among `given`.
 
@@ -86,8 +91,12 @@ class GroupedCommand(TyperCommand):
             # Only the error of a flag that does not exist has both; its class is click's, or typer's copy of it.
             if hasattr(error, "option_name") and hasattr(error, "possibilities"):
                 own = [flag for parameter in self.params for flag in parameter.opts]
-                if "--option" in own and (meant := _as_option(error.option_name, given, own)):
-                    error.message += f"; an option of the engine is typed {meant}"
+                meant = _as_option(error.option_name, given, own) if "--option" in own else None
+                told = [f"an option of the engine is typed {meant}"] if meant else []
+                if sampled := _of_generate(error.option_name, own):
+                    told.append(f"`corelm generate` has {sampled}")
+                if told:
+                    error.message += f"; {'; '.join(told)}"
                     error.possibilities = None
             raise
 
@@ -191,6 +200,11 @@ def to_read(path: Path | None) -> Path | None:
                 f"{path}: only JSON Lines are read; pandas converts it: read_csv(PATH), or read_parquet, and then "
                 ".to_json('prompts.jsonl', orient='records', lines=True)"
             )
+        if is_text(path) and not _has_objects(path):
+            raise typer.BadParameter(
+                f"{path} is no JSON Lines: its first lines hold no objects; for one prompt a line, convert it: "
+                f"jq -Rc '{{prompt: .}}' {shlex.quote(str(path))} > prompts.jsonl"
+            )
     return path
 
 
@@ -204,22 +218,31 @@ def to_score(path: Path | None) -> Path | None:
         return to_read(path)
     if path.suffix.lower() in _WEIGHTS:
         raise typer.BadParameter(f"{path} is a file of a model; give the folder that holds it with --model")
-    to_read(path)
     if is_text(path):
         if not path.stat().st_size:
             raise typer.BadParameter(f"{path} is empty; give a file with a text, or with lines of JSON")
         return path
-    with suppress(OSError), path.open("rb") as file:
-        # Not lines: those of a binary file may be long.
-        lines = iter(lambda: file.readline(2**16), b"")
-        first = list(islice((line.removeprefix(BOM_UTF8) for line in lines if line.strip()), 5))
-        # One that is wrong among others is the error of its line.
-        if first and not any(re.match(rb"\s*\{\s*\S", line) for line in first):
-            raise typer.BadParameter(
-                f"{path} is no JSON Lines: its first lines hold no objects; a file whose name ends in .txt is read as "
-                "one text"
-            )
+    to_read(path)
+    if not _has_objects(path):
+        raise typer.BadParameter(
+            f"{path} is no JSON Lines: its first lines hold no objects; a file whose name ends in .txt is read as "
+            "one text"
+        )
     return path
+
+
+def _has_objects(path: Path) -> bool:
+    """Return whether one of the first lines of a file may be an object, or it has none, or cannot be read."""
+    with suppress(OSError):
+        if not path.is_file():
+            return True
+        with path.open("rb") as file:
+            # Not lines: those of a binary file may be long.
+            lines = iter(lambda: file.readline(2**16), b"")
+            first = list(islice((line.removeprefix(BOM_UTF8) for line in lines if line.strip()), 5))
+        # One that is wrong among others is the error of its line.
+        return not first or any(re.match(rb"\s*\{\s*\S", line) for line in first)
+    return True
 
 
 def is_text(path: Path) -> bool:

@@ -5,16 +5,20 @@ Every command for files is one.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import platform
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
 from typing import Any, Generic, NoReturn
 
+import torch
 import typer
 
 from corelm import Backend
@@ -25,7 +29,7 @@ from corelm_cli.exits import ENGINE_FAILED, INTERRUPTED, SOME_FAILED, exit_code,
 from corelm_cli.lines import Id, L, LineError, ReadLine, count_lines, read_lines
 from corelm_cli.output import Answers, AnswersFile, Errors, check_paths, count_rows, errors_path
 from corelm_cli.progress import Bar
-from corelm_cli.settings import recorded_engine
+from corelm_cli.settings import files_of, recorded_engine
 from corelm_cli.streams import Messages, Stream, opened_input, standard_output, tell
 from corelm_cli.wording import as_flags
 from corelm_interop.timing import Timing
@@ -39,6 +43,7 @@ class Summary:
     """What a run did so far.
 
     Attributes:
+        whole: whether the input is one text, and not lines.
         output: the file that is written; None for the standard output.
         errors: the file that lists the lines that failed, if there is one.
         settings: the settings of the answers.
@@ -51,6 +56,7 @@ class Summary:
     """
 
     command: str
+    whole: bool = False
     output: Path | None = None
     errors: Path | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -80,7 +86,11 @@ class Summary:
     def lines(self) -> list[str]:
         """Return the summary as a person reads it."""
         scores = self.command == "score"
-        done = f"{counted(self.written, 'line')} scored" if scores else f"{counted(self.written, 'answer')} written"
+        done = (
+            f"{counted(self.written, 'text' if self.whole else 'line')} scored"
+            if scores
+            else f"{counted(self.written, 'answer')} written"
+        )
         said = f"{done}, {self.present} already present"
         if self.failed:
             where = "the messages above" if self.errors is None else self.errors
@@ -92,6 +102,8 @@ class Summary:
         if self.tokens_per_second is not None and self.tokens:
             tokens = f"{counted(self.tokens, 'token')} {'scored' if scores else 'sampled'}"
             told.append(f"{tokens} in {self.seconds:.1f} s, {self.tokens_per_second:,.0f} tokens/s")
+        if how := self.engine.get("model"):
+            told.append(f"model: {how}")
         if self.timing is not None:
             told += repr(self.timing.summary()).splitlines()
         return told
@@ -130,6 +142,7 @@ class Job(Generic[L]):
         source: the input file; None for the standard input.
         target: the output file; None for the standard output.
         settings: the settings that all answers in `target` have.
+        defaults: the values of settings that are not in `settings` because they are at their default.
         samples: number of answers to a line.
         batch_size: number of lines to serve at a time.
         whole: whether `source` is one text, and not lines.
@@ -142,6 +155,7 @@ class Job(Generic[L]):
     settings: Mapping[str, Any]
     read: ReadLine[L]
     worker: Callable[[Backend], Worker[L]]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     samples: int = 1
     batch_size: int = 16
     whole: bool = False
@@ -154,7 +168,7 @@ class Job(Generic[L]):
         """Run the job, say what it did, and exit."""
         errors = None if self.target is None else errors_path(self.target)
         command = self.settings["command"]
-        summary = Summary(command=command, output=self.target, errors=errors, settings=self.settings)
+        summary = Summary(command=command, whole=self.whole, output=self.target, errors=errors, settings=self.settings)
         with typed_exits(), ExitStack() as stack:
             # What engines print must not get among the answers, or into the JSON.
             stdout = stack.enter_context(standard_output()) if self.target is None or self.as_json else None
@@ -167,6 +181,21 @@ class Job(Generic[L]):
                 else:
                     stdout.write(told.encode(errors="backslashreplace"))
         raise typer.Exit(code)
+
+    def _run(self) -> dict[str, Any]:
+        """Return what is saved about the run: nothing that another run of the same answers must repeat."""
+        run: dict[str, Any] = {
+            "started": datetime.now(UTC).isoformat(timespec="seconds"),
+            "python": platform.python_version(),
+            "torch": str(torch.__version__),
+            "batch_size": self.batch_size,
+            "defaults": dict(self.defaults),
+        }
+        if self.source is not None and self.source.is_file():
+            with self.source.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            run["input"] = {"path": str(self.source), "sha256": digest}
+        return run
 
     def _tell(self, summary: Summary) -> None:
         """Say what was done, and how to go on."""
@@ -205,10 +234,12 @@ class Job(Generic[L]):
         with ExitStack() as stack:
             # Open the files first, so that errors in them are reported before a model loads.
             source, known = stack.enter_context(opened_input(self.source, whole=self.whole))
+            files = files_of(model_files=self.engine.model, adapter_files=self.engine.adapter_folder)
             answers: Answers
             if self.target is not None:
                 check_paths(known, self.target)
-                answers = stack.enter_context(AnswersFile.open(self.target, self.settings, overwrite=self.overwrite))
+                opened = AnswersFile.open(self.target, self.settings, files, self._run(), overwrite=self.overwrite)
+                answers = stack.enter_context(opened)
                 errors = stack.enter_context(Errors.open(errors_path(self.target)))
             else:
                 answers, errors = Answers(stdout), Errors()
@@ -220,9 +251,9 @@ class Job(Generic[L]):
             summary.present = present
             summary.timing = Timing() if self.timed else None
             engine = stack.enter_context(self.engine.open([summary.timing] if summary.timing else []))
-            summary.status = "running"
-            summary.engine = recorded_engine(engine)
+            summary.engine = {**recorded_engine(engine), **files}
             answers.start(summary.engine)
+            summary.status = "running"
             if self.overwrite:
                 errors.finished()
             run = _Run(self.worker(engine), answers, errors, self.samples, summary)

@@ -251,6 +251,8 @@ def _always(
     """Return the fields that every line has. Refuse a row with other keys than those asked for and those ignored."""
     keys = ("id", *asked, "metadata")
     if unknown := [key for key in row if key not in (*keys, *ignored)]:
+        if "log_prob" in unknown and "prompt_hash" in row:
+            raise InvalidRequestError("this line is output of `corelm score`; give the file that was scored")
         meant = next(filter(None, (did_you_mean(key, keys) for key in unknown)), "")
         raise InvalidRequestError(f"unknown keys: {', '.join(unknown)}; a line may have {', '.join(keys)}{meant}")
     sample = row.get("sample")
@@ -264,6 +266,8 @@ def _always(
 
 def _one_of(row: dict[str, Any], *keys: str) -> str:
     given = [key for key in keys if key in row]
+    if not given and "response" in row and "prompt_hash" in row:
+        raise InvalidRequestError("this answer has no prompt; make the answers with `corelm generate --copy-input`")
     if len(given) != 1:
         names = f"{', '.join(f'`{key}`' for key in keys[:-1])} and `{keys[-1]}`"
         raise InvalidRequestError(f"expected one of {names}, got {' and '.join(given) or 'none of them'}")

@@ -15,7 +15,7 @@ from typing import Any
 
 from corelm_cli.line_file import INSTEAD, LineFile, OutputError, locked
 from corelm_cli.lines import Id, L, Line, LineError
-from corelm_cli.settings import SettingsFile
+from corelm_cli.settings import IDENTITIES, SettingsFile
 from corelm_cli.streams import Stream
 
 #: How every answer and every failed line starts: these texts, with a JSON value after each but the last.
@@ -100,28 +100,58 @@ class Answers:
 class AnswersFile(Answers):
     """The open output file and the answers in it. Create one with `open`."""
 
-    def __init__(self, file: LineFile, settings: SettingsFile, *, overwrite: bool = False) -> None:
+    def __init__(
+        self, file: LineFile, settings: SettingsFile, run: Mapping[str, Any], *, overwrite: bool = False
+    ) -> None:
         super().__init__(None)
-        self._file, self._settings, self._overwrite = file, settings, overwrite
+        self._file, self._settings, self._run, self._overwrite = file, settings, run, overwrite
+        #: What is known of the model of the answers.
+        self._model: dict[str, str] = {}
         self._read()
 
     @classmethod
     @contextmanager
-    def open(cls, path: Path, settings: Mapping[str, Any], *, overwrite: bool = False) -> Iterator[AnswersFile]:
+    def open(
+        cls,
+        path: Path,
+        settings: Mapping[str, Any],
+        files: Mapping[str, str],
+        run: Mapping[str, Any],
+        *,
+        overwrite: bool = False,
+    ) -> Iterator[AnswersFile]:
         """Lock the file for this run and read it. A new file that gets no answer is removed at the end.
 
         Args:
+            files: the fingerprints of the files of the model and of the adapter, see `files_of`.
+            run: what is saved about the run if it is the first.
             overwrite: drop the answers that are there, once `start` is called.
 
         Raises:
             OutputError: a line is not an answer, or was made with other `settings`, or another run has the file open,
                 or another program made the file for the settings. All files are unchanged.
         """
-        with locked(path, keep_empty=path.exists()) as file:
-            yield cls(file, SettingsFile(settings_path(path), settings), overwrite=overwrite)
+        existed = path.exists()
+        with locked(path, keep_empty=existed) as file:
+            same = files.get("model_files") if existed and not overwrite else None
+            answers = cls(file, SettingsFile(settings_path(path), settings, same), run, overwrite=overwrite)
+            answers.check_model(files)
+            yield answers
+
+    def check_model(self, engine: Mapping[str, str]) -> None:
+        """Check that the answers are of this model, as far as `engine` tells: see `IDENTITIES`.
+
+        Raises:
+            OutputError: they are of another one.
+        """
+        for name, what in IDENTITIES.items():
+            was, now = self._model.get(name), engine.get(name)
+            if was and now and was != now:
+                raise OutputError(f"{self}: {what} changed since the answers were made, from {was} to {now}; {INSTEAD}")
 
     def start(self, engine: Mapping[str, str]) -> None:
         """See `Answers`."""
+        self.check_model(engine)
         super().start(engine)
         if self._overwrite:
             self._file.clear()
@@ -133,7 +163,7 @@ class AnswersFile(Answers):
         settings = self._settings
         if not len(self):
             # Before the first answer, so that no answer is ever without its settings.
-            settings.save(self._engine, rows[0].get("provenance"))
+            settings.save(self._engine, rows[0].get("provenance"), self._run)
         assert settings.saved is not None
         said = {name: settings.saved.get(name) for name in ("engine", "provenance")}
         rows = [{**row, "engine": self._engine, "settings": settings.fingerprint} for row in rows]
@@ -147,6 +177,7 @@ class AnswersFile(Answers):
                 made = row["settings"]
                 if not self._overwrite:
                     self._note(row)
+                    self._model |= row.get("engine") or (self._settings.saved or {}).get("engine") or {}
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 raise OutputError(f"{where} is not an answer; use another --output") from error
             if not (self._overwrite or self._settings.holds_for(made)):

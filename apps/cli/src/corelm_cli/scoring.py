@@ -129,8 +129,10 @@ class Scorer(Worker[ToScore]):
             "log_prob": [math.fsum(part.log_probs) for part in parts],
             "tokens": [len(part.ids) for part in parts],
         }
-        if self.window is not None and line.text is not None:
-            fields["perplexity"] = [math.exp(-math.fsum(part.log_probs) / len(part.ids)) for part in parts]
+        if line.text is not None:
+            fields["perplexity"] = [_perplexity(part) for part in parts]
+            if self.window is not None:
+                fields |= {"window": [self.window], "stride": [self.stride]}
         if self.is_greedy:
             fields["is_greedy"] = [part.is_greedy for part in parts]
         if self.return_tokens:
@@ -220,6 +222,14 @@ def windows(ids: list[int], size: int, stride: int | None) -> list[Scorable]:
         found.append(_after(ids[begin:end], done - begin))
         done, begin = end, begin + (stride or 0)
     return found
+
+
+def _perplexity(part: _Scored) -> float | None:
+    """Return the perplexity of the tokens that count; None if no float is as large, which JSON does not have."""
+    try:
+        return math.exp(-math.fsum(part.log_probs) / len(part.ids))
+    except OverflowError:
+        return None
 
 
 def _joined(parts: list[_Scored]) -> _Scored:

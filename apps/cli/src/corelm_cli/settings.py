@@ -48,6 +48,12 @@ def recorded_sampling(sampling: SamplingParams) -> dict[str, Any]:
     return {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}
 
 
+def default_sampling(recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of the parameters that `recorded_sampling` left out because they are at their default."""
+    others = (*recorded, "num_samples", "do_sample", "engine_kwargs")
+    return {name: getattr(SamplingParams(), name) for name in FIELDS if name not in others}
+
+
 def recorded_policy(options: PolicyOptions) -> dict[str, Any]:
     """Return the options for prompts that are not at their default, in JSON types.
 
@@ -67,6 +73,36 @@ def recorded_policy(options: PolicyOptions) -> dict[str, Any]:
 def recorded_engine(backend: Backend) -> dict[str, str]:
     """Return what makes the answers, as the open engine tells it: versions and, if it says so, dtype and device."""
     return {"software": backend.engine.software, **backend.info}
+
+
+#: The files of a model's or an adapter's folder that decide its answers.
+_DECIDING = (
+    *("config.json", "generation_config.json", "adapter_config.json", "chat_template*", "tokenizer*", "vocab*"),
+    *("added_tokens.json", "special_tokens_map.json", "merges.txt", "*.safetensors*", "*.gguf", "*.model", "*.py"),
+    *("pytorch_model*", "adapter_model*"),
+)
+_BLOCK, _BLOCKS = 2**16, 256
+
+
+def files_of(**folders: str | None) -> dict[str, str]:
+    """Return the fingerprints of the files in the folders, without names that are not folders of this machine.
+
+    Files of up to 16 MiB count as a whole. Of a larger one count its size and 256 blocks of 64 KiB at equal distances,
+    so that the weights of a large model need not be read twice.
+    """
+    return {name: _of_folder(Path(each)) for name, each in folders.items() if each and Path(each).is_dir()}
+
+
+def _of_folder(folder: Path) -> str:
+    whole = hashlib.sha256()
+    for path in sorted({path for pattern in _DECIDING for path in folder.glob(pattern) if path.is_file()}):
+        size = path.stat().st_size
+        whole.update(os.fsencode(path.name) + f" {size}\n".encode())
+        with path.open("rb") as file:
+            for begin in range(0, size, max(_BLOCK, size // _BLOCKS)):
+                file.seek(begin)
+                whole.update(file.read(_BLOCK))
+    return f"sha256:{whole.hexdigest()[:16]}"
 
 
 def recorded_options(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -96,28 +132,39 @@ def _fingerprint(text: str) -> str:
     return f"sha256:{hashlib.sha256(text.encode(errors='surrogatepass')).hexdigest()[:8]}"
 
 
-#: What a settings file holds; and what it may hold: earlier versions did not save how the engine ran.
+#: What a settings file holds; and what it may hold: earlier versions did not save how the engine ran, or the run.
 NEEDED = {"corelm", "fingerprint", "settings", "provenance"}
-KNOWN = {*NEEDED, "engine"}
+KNOWN = {*NEEDED, "engine", "run"}
+#: What tells in `engine` that the model is the same under any name.
+IDENTITIES = {
+    "model_files": "the files of the model",
+    "adapter_files": "the files of the adapter",
+    "revision": "the commit of the model",
+}
 
 
 class SettingsFile:
     """``answers.settings.json``: the settings of the answers in ``answers.jsonl``, and what made them.
 
-    `engine` says how the engine ran, and `provenance` where the log-probs came from, in the first run; an answer of a
-    later run that differs holds its own. Every answer names the fingerprint of its settings, so answers of other
-    settings are recognised even if the file is of other answers.
+    `engine` says how the engine ran, `provenance` where the log-probs came from, and `run` when it ran, with which
+    versions and on which input, all in the first run; an answer of a later run with another `engine` or `provenance`
+    holds its own. Every answer names the fingerprint of its settings, so answers of other settings are recognised even
+    if the file is of other answers.
 
     Attributes:
+        settings: those of this run; a model with the fingerprint `model_files` keeps the path that is saved for it.
         fingerprint: 16 hex digits of the sha256 of `settings`, as JSON.
         saved: the object in the file; None if there is no file yet.
     """
 
-    def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path, settings: Mapping[str, Any], model_files: str | None = None) -> None:
         self.path = path
         self.settings: dict[str, Any] = json.loads(json.dumps(settings))
-        self.fingerprint = fingerprint(self.settings)
         self.saved = self._read()
+        if model_files and self.saved and (self.saved.get("engine") or {}).get("model_files") == model_files:
+            # The same model, perhaps under another path.
+            self.settings["model"] = self.saved["settings"].get("model")
+        self.fingerprint = fingerprint(self.settings)
 
     def refuse_answers_of(self, made: Any, where: str) -> None:
         """Raise the error that says how the settings of an answer differ from those of this run."""
@@ -137,7 +184,7 @@ class SettingsFile:
         """Return whether an answer that names this fingerprint has the settings of this run and of the file."""
         return made == self.fingerprint and self.saved is not None and self.saved["fingerprint"] == made
 
-    def save(self, engine: Mapping[str, str], provenance: dict[str, Any] | None) -> None:
+    def save(self, engine: Mapping[str, str], provenance: dict[str, Any] | None, run: Mapping[str, Any]) -> None:
         """Write the file. It is complete, or the old one is kept."""
         made = {
             "corelm": __version__,
@@ -145,6 +192,7 @@ class SettingsFile:
             "settings": self.settings,
             "engine": dict(engine),
             "provenance": provenance,
+            "run": dict(run),
         }
         unfinished = self.path.with_name(f"{self.path.name}.{os.getpid()}")
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import fields, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
@@ -145,7 +145,17 @@ def compare(
             verdict=_verdict(found),
             limits=limits,
             oracle_limits=_limits(made, made.noise),
+            settings={
+                **{"tolerance": tolerance, "budget": budget, "quick": quick, "timeout": timeout},
+                "sampling": _not_default(params),
+            },
         )
+
+
+def _not_default(params: SamplingParams) -> dict[str, Any]:
+    given = {each.name: (getattr(params, each.name), getattr(SamplingParams(), each.name)) for each in fields(params)}
+    always, never = ("max_new_tokens", "temperature"), ("engine_kwargs",)  # the last may hold secrets
+    return {k: now for k, (now, default) in given.items() if k in always or (now != default and k not in never)}
 
 
 def _limits(made: Measurements, noise: Mapping[str, float]) -> dict[str, float]:

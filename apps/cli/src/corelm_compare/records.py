@@ -33,7 +33,7 @@ MADE_OF_OTHERS = "(made of the other rows)"
 #: How the reason begins for which a cause was not tried in time.
 OUT_OF_TIME = "the budget of "
 #: What comparisons that were saved by earlier versions do not have.
-_ADDED = frozenset({"limits", "oracle_limits"})
+_ADDED = frozenset({"limits", "oracle_limits", "settings"})
 #: id → what it means. The ids are stable: programs may test for them.
 CAUSES: dict[str, str] = {
     # Texts and conversations.
@@ -313,6 +313,8 @@ class Comparison(Record):
             its dtype, or of bfloat16 if the dtype is not known.
         oracle_limits: mean `|Δ|` in nats up to which a side's distance to the plain forward is rounding, by the name of
             the side: that of its dtype, as it says or as its numbers show, or else that of float32.
+        settings: `sampling` (`max_new_tokens`, `temperature` and what is not at its default), `tolerance`, `budget`,
+            `quick` and `timeout`, as they were used.
         divergences: where ids, answers and numbers first differ.
         experiments: everything that was tried, in order.
         causes: what was found, the surest first.
@@ -344,6 +346,7 @@ class Comparison(Record):
     verdict: Verdict
     limits: Mapping[str, float] = field(default_factory=dict)
     oracle_limits: Mapping[str, float] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def exit_code(self) -> int:

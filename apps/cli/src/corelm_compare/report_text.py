@@ -22,9 +22,10 @@ _HEADS = ("mean |Δ|", "limit", "p99", "largest", "outside", "mean Δ")
 #: What the column `limit` of the table holds.
 LIMIT = (
     "limit: the mean |Δ| up to which a line is noise. The verdict rests on the scores of two sides: their limit is the "
-    "given tolerance, or twice what a side's scores move when it is asked again, and at least what float32 rounds. The "
-    "limit of the other lines is what the side's own dtype rounds. sampled / scored: the log-probs that a side "
-    "returned when it sampled, against its scores of the same tokens"
+    "given tolerance, or twice what a side's scores move when it is asked again, and at least what float32 rounds; if "
+    "they differ as their dtypes round, it is what the coarser one rounds. The limit of the other lines is what the "
+    "side's own dtype rounds. sampled / scored: the log-probs that a side returned when it sampled, against its scores "
+    "of the same tokens"
 )
 #: The narrowest name that the table leaves room for, and pairs of sides that are listed.
 _NAME, _PAIRS = 16, 10
@@ -176,8 +177,9 @@ def worst_own(comparison: Comparison, side: str) -> list[Gap]:
 
 
 def limit(comparison: Comparison, gap: Gap) -> float:
-    """Return the mean of |Δ| up to which a gap is noise. See `Comparison`."""
-    more = {"sides": {}, "oracle": comparison.oracle_limits}.get(gap.kind, comparison.limits)
+    """Return the mean of |Δ| up to which a gap is noise, or rounding if that is the verdict. See `Comparison`."""
+    of_sides = comparison.oracle_limits if comparison.verdict == "rounding" else {}
+    more = {"sides": of_sides, "oracle": comparison.oracle_limits}.get(gap.kind, comparison.limits)
     limits = {**comparison.tolerances, **more}
     return max(limits.get(name, 0.0) for name in (gap.one, gap.other))
 
@@ -201,4 +203,5 @@ def summary(comparison: Comparison) -> str:
     words += (
         f"largest {number(gap.max_abs)}; {share(gap.outside)} of the ratios outside [0.9, 1.1]; between their scores, "
     )
-    return f"{words}up to {number(limit(comparison, gap))} is noise"
+    what = "rounding" if comparison.verdict == "rounding" else "noise"
+    return f"{words}up to {number(limit(comparison, gap))} is {what}"
