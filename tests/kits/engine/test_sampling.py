@@ -112,7 +112,7 @@ def test_samples_reach_the_tail_of_a_large_vocabulary(temperature: float) -> Non
     assert p_value(torch.bincount(cells[rank[ids]], minlength=18), shares * rows) > 1e-4
 
 
-@pytest.mark.parametrize("size", [151_936, 2049, 700, 3])
+@pytest.mark.parametrize("size", [151_936, 2049, 700, 257, 256, 255, 3, 1])
 def test_every_row_gets_the_column_that_is_first_in_float64(size: int) -> None:
     for shape in ("flat", "peaked", "long tail", "faint tail"):
         _check_draw(shape, size)
@@ -265,6 +265,33 @@ def test_a_stream_depends_on_its_seed_only() -> None:
     later = [(together()[1], alone()[0]) for _ in range(100)]
     assert all(torch.equal(a, b) for a, b in first + later)
     assert len({each for a, _ in first + later for each in a.tolist()}) == 3 * 140
+
+
+def test_numbers_are_independent_of_those_of_other_steps_rows_and_columns() -> None:
+    streams = ExponentialStreams(answer_seeds(3, range(40)), 500, CPU)
+    numbers = torch.stack([streams() for _ in range(100)]).double()
+    # Mean and variance 1, with an error of 1 / sqrt(2,000,000) times 1 and about 3.
+    assert float(numbers.mean()) == pytest.approx(1.0, abs=4e-3)
+    assert float(numbers.var()) == pytest.approx(1.0, abs=1e-2)
+    for dim in range(3):
+        size = numbers.shape[dim]
+        one, other = numbers.narrow(dim, 0, size - 1) - 1.0, numbers.narrow(dim, 1, size - 1) - 1.0
+        assert abs(float((one * other).mean())) < 4e-3
+
+
+def test_a_longer_list_of_candidates_gives_the_same_tokens() -> None:
+    """Top-p tries a short list for all rows, and sorts the vocabulary if that is not enough for one of them."""
+    size, rows = 3000, 6
+    logits = torch.randn(rows, size, generator=torch.Generator().manual_seed(8)) * 4
+    # The whole vocabulary is the nucleus of this row only.
+    wide = torch.cat([logits, torch.zeros(1, size)])
+    sampling, seeds = SamplingParams(top_p=0.95), answer_seeds(4, range(rows + 1))
+    found = []
+    for some in (logits, wide):
+        prompts = Ragged.from_list([[0]] * len(some))
+        sampler = Sampler(sampling, prompts, seeds[: len(some)], frozenset(), size, CPU, raw=False)
+        found.append(torch.stack([sampler(some).ids[:rows] for _ in range(20)]))
+    assert torch.equal(*found)
 
 
 def test_raw_logprobs_are_the_models_even_if_sampling_changes_the_distribution() -> None:

@@ -229,7 +229,7 @@ def test_each_token_of_each_row(open_model: Open, model: Any) -> None:
         request = asked(logprobs, **extra)
         result = open_model(model, fast=fast, **options).engine.plugin.generate(request)
         # Rows leave the batch at different steps.
-        assert len(set(result.ids.lengths.tolist())) > 2
+        assert len(set(result.ids.lengths.tolist())) > 1
         check(model, request, result)
 
 

@@ -39,6 +39,7 @@ def draw(
         temperature: divides the scores.
         workspace: memory to use.
     """
+    assert exponentials.shape[-1] >= numbers_for(scores.shape[-1])
     mass, tiles = (workspace or Workspace()).softmax(scores, _mass_by_tile, temperature)
     columns, inside = _tile(mass, _first(tiles, exponentials[:, _TILE:]))
     ids = columns.gather(-1, _first(inside, exponentials))

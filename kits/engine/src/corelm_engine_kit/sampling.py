@@ -18,9 +18,8 @@ from corelm_engine_kit.columns import argmax, draw, numbers_for
 from corelm_engine_kit.masses import KeptIds, kept_ids, log_softmax_at, log_total, most_probable
 from corelm_engine_kit.softmax import Workspace
 
-#: For how many tokens of an answer random numbers are made at a time. Fixed, because a stream must not depend on how
-#: long the answer gets.
-_BLOCK = 16
+#: How many keys are drawn for an answer at a time. Fixed, because a stream must not depend on how long the answer gets.
+_BLOCK = 64
 #: Why a row has no answer.
 NOT_NUMBERS = (
     "the logits are NaN or infinite, so that they say nothing about tokens; look for NaN in the weights, and if "
@@ -236,30 +235,43 @@ class Sampler:
 class ExponentialStreams:
     """Returns float32[rows, count] at every call, exponentially distributed. Row i depends on ``seeds[i]`` only.
 
-    They are made on the CPU whatever the device, so that a seed gives the same answer on every device.
+    A generator on the CPU gives each row a key for each token, from which its numbers are made on the device: so a seed
+    gives the same answer on every device.
     """
 
     def __init__(self, seeds: Tensor, count: int, device: torch.device) -> None:
         self._streams = [torch.Generator().manual_seed(seed) for seed in seeds.tolist()]
-        self._count, self._device = count, device
-        self._block = torch.empty(len(seeds), 0, count, device=device)
+        self._counters = torch.arange(1, count + 1, device=device) * _GOLDEN
+        self._block = torch.empty(len(seeds), 0, dtype=torch.int64, device=device)
         self._used = _BLOCK
 
     def __call__(self) -> Tensor:
         if self._used == _BLOCK:
-            self._block, self._used = torch.stack(list(map(self._made, self._streams))).to(self._device), 0
+            ends = torch.iinfo(torch.int64)
+            block = [torch.randint(ends.min, ends.max, (_BLOCK,), generator=stream) for stream in self._streams]
+            self._block, self._used = torch.stack(block).to(self._counters.device), 0
         self._used += 1
-        return self._block[:, self._used - 1]
-
-    def _made(self, stream: torch.Generator) -> Tensor:
-        # In float64, whose steps near 0 are less than the mass of any token. None is 0, which would beat every mass.
-        uniforms = torch.rand(_BLOCK, self._count, dtype=torch.float64, generator=stream)
-        return uniforms.neg_().log1p_().neg_().float().clamp_min_(torch.finfo(torch.float32).tiny)
+        return _exponentials(self._block[:, self._used - 1, None] + self._counters)
 
     def keep(self, rows: Tensor) -> None:
         """Go on with these rows only, int64[n] on the CPU."""
         self._streams = [self._streams[row] for row in rows.tolist()]
-        self._block = self._block[rows.to(self._device)]
+        self._block = self._block[rows.to(self._block.device)]
+
+
+#: 2**64 over the golden ratio, and the two factors of SplitMix64, as int64.
+_GOLDEN, _FACTORS = 0x9E3779B97F4A7C15 - 2**64, (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
+
+
+def _exponentials(states: Tensor) -> Tensor:
+    """Return float32 numbers of mean 1 for states of SplitMix64, int64 (Steele, Lea and Flood 2014).
+
+    In float64 their steps near 0 are less than the mass of any token. None is 0, which would beat every mass.
+    """
+    for shift, factor in zip((30, 27), _FACTORS, strict=True):
+        states = (states ^ (states >> shift & 2 ** (64 - shift) - 1)) * factor
+    uniforms = (states ^ (states >> 31 & 2**33 - 1)) >> 11 & 2**53 - 1
+    return (uniforms.double() * -(2.0**-53)).log1p_().neg_().float().clamp_min_(torch.finfo(torch.float32).tiny)
 
 
 def truncated(scores: Tensor, sampling: SamplingParams) -> tuple[Tensor, Tensor | None]:

@@ -288,6 +288,10 @@ class Decoder:
     def _may_run(self, way: DecodingWay, *, depth: int, columns: int) -> bool:
         if way.startswith("cached") and not self._engine.accepts_cache:
             return False
+        cached = ("cached", "cached and padded")
+        if way in cached and any(self._self_test.now.records[each].fault for each in cached):
+            # Rows of a caller have shown a fault of the cache. Shorter rows use it only if it is right to the end.
+            depth = 2
         padded = way == "cached and padded"
         # A batch whose rows happen to be of one length is not padded, so that way has to be right as well.
         if padded and depth > 1 and not self._may_run("cached", depth=depth, columns=columns):
@@ -300,11 +304,9 @@ class Decoder:
                 return False
             if self._self_test.is_refuted(way, columns):
                 return False
-            # One of which a caller's rows have shown a fault is tried to the end before shorter rows are decoded so.
-            failed = bool(self._self_test.now.records[way].fault)
-            if way.startswith("uncached") or not (self._engine.keeps_states or failed):
+            if way.startswith("uncached") or not self._engine.keeps_states:
                 break
-            self.keeps_states |= self._engine.keeps_states
+            self.keeps_states = True
         return True
 
     def _continued(self, way: str, depth: int, rows: Ragged) -> Iterator[tuple[int, Tensor]]:
