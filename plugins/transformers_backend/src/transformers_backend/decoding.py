@@ -177,7 +177,8 @@ class Decoder:
             ragged = len(set(batch.prompts.lengths.tolist())) > 1
             self.way = used = "cached" if way == "cached and padded" and not ragged else way
             columns = _columns(batch.prompts.lengths, batch.limits)
-            check = used != _WAYS[-1] and not self._self_test.is_confirmed(used, columns)
+            steps = int(batch.limits.max()) - 1
+            check = used != _WAYS[-1] and not self._self_test.is_confirmed(used, columns, steps)
             changes, first = updates.changes, len(answers.steps)
             # Earlier batches keep their answers, and there need be no memory for what only saves time.
             with suppress(Aborted, torch.OutOfMemoryError):
@@ -221,7 +222,8 @@ class Decoder:
             OwnRow(ids[:-1], raw[-2 * TAIL :], with_others(ids[-len(raw) :][-2 * TAIL :], self._engine.vocab_size))
             for ids, raw in zip(sequences, found.select(rows).split(), strict=True)
         )
-        return self._self_test.confirm(way, columns, ends)
+        # The first token comes from reading the prompt, and shows nothing of a cache.
+        return self._self_test.confirm(way, columns, ends, min(2 * TAIL, int(lengths.max())) - 1)
 
     def _confirmed_on(self, way: str, rows: list[Tensor]) -> bool:
         """Return whether continuing rows of ids gives the numbers of the plain forward, as wide as the longest is."""

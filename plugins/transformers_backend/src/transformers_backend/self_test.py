@@ -217,20 +217,25 @@ class SelfTest:
         """Return whether `way` differed from the plain forward on a forward pass as wide as this."""
         return columns >= self.now.records[way].refuted
 
-    def is_confirmed(self, way: str, columns: int) -> bool:
-        """Return whether `way` was compared on a forward pass as wide as this, and agreed."""
-        _, last = self._lengths.around(self.now.records[way].confirmed)
-        return columns <= last and not self.is_refuted(way, columns)
+    def is_confirmed(self, way: str, columns: int, steps: int = 0) -> bool:
+        """Return whether `way` was compared on a forward pass as wide as this, and on so many `steps`, and agreed.
 
-    def confirm(self, way: str, columns: int, rows: Iterable[OwnRow]) -> bool:
-        """Return whether rows that were read in a pass of so many columns have the numbers of the plain forward, and
-        remember it.
+        Steps beyond 16 are not asked for.
         """
-        if not (self.is_confirmed(way, columns) or self.is_refuted(way, columns)):
+        record = self.now.records[way]
+        _, last = self._lengths.around(record.confirmed)
+        return columns <= last and record.steps >= min(steps, TAIL) and not self.is_refuted(way, columns)
+
+    def confirm(self, way: str, columns: int, rows: Iterable[OwnRow], steps: int = 0) -> bool:
+        """Return whether rows that were read in a pass of so many columns have the numbers of the plain forward, and
+        remember it. So many `steps` of them were decoded one after another.
+        """
+        if not (self.is_confirmed(way, columns, steps) or self.is_refuted(way, columns)):
             with self._engine.evaluating():
                 agreed = all(map(self._agrees, rows))
             if agreed:
-                self.now.records[way].confirmed = columns
+                record = self.now.records[way]
+                record.confirmed, record.steps = max(record.confirmed, columns), record.steps + steps
             else:
                 self._refute(way, columns, _OTHER_NUMBERS)
         return not self.is_refuted(way, columns)
