@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+import shutil
 from datetime import datetime
 from pathlib import Path
 
@@ -106,6 +107,10 @@ def test_answers_of_two_models_in_one_folder_are_not_mixed(files, fabricate, tmp
     (weights.parent / "trainer_state.json").write_text("{}")
     assert generate(files, "--model", weights.parent, "--seed", 1, backend="folders").exit_code == 0, "typed otherwise"
     assert files[1].read_bytes() == whole and settings_of(files[1]) == made
+    drop_all_but_the_first(files[1])
+    shutil.copytree(weights.parent, tmp_path / "copy")
+    result = generate(files, "--model", "./copy", "--seed", 1, backend="folders")
+    assert result.exit_code == 2 and "made with model './latest', but model is now './copy'" in result.stderr
     first = drop_all_but_the_first(files[1])
     weights.write_bytes(bytes(size // 2) + b"\1" * (size - size // 2))
     result = generate(files, "--model", "./latest", "--seed", 1, backend="folders")

@@ -133,8 +133,7 @@ class AnswersFile(Answers):
         """
         existed = path.exists()
         with locked(path, keep_empty=existed) as file:
-            same = files.get("model_files") if existed and not overwrite else None
-            answers = cls(file, SettingsFile(settings_path(path), settings, same), run, overwrite=overwrite)
+            answers = cls(file, SettingsFile(settings_path(path), settings), run, overwrite=overwrite)
             answers.check_model(files)
             yield answers
 

@@ -79,7 +79,7 @@ def recorded_engine(backend: Backend) -> dict[str, str]:
 _DECIDING = (
     *("config.json", "generation_config.json", "adapter_config.json", "chat_template*", "tokenizer*", "vocab*"),
     *("added_tokens.json", "special_tokens_map.json", "merges.txt", "*.safetensors*", "*.gguf", "*.model", "*.py"),
-    *("pytorch_model*", "adapter_model*"),
+    *("pytorch_model*", "adapter_model*", "consolidated*", "params.json", "*.jinja"),
 )
 _BLOCK, _BLOCKS = 2**16, 256
 
@@ -103,6 +103,10 @@ def _of_folder(folder: Path) -> str:
                 file.seek(begin)
                 whole.update(file.read(_BLOCK))
     return f"sha256:{whole.hexdigest()[:16]}"
+
+
+def _same_folder(one: str, other: Any) -> bool:
+    return Path(one).is_dir() and isinstance(other, str) and Path(other).is_dir() and os.path.samefile(one, other)
 
 
 def recorded_options(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -152,18 +156,18 @@ class SettingsFile:
     if the file is of other answers.
 
     Attributes:
-        settings: those of this run; a model with the fingerprint `model_files` keeps the path that is saved for it.
+        settings: those of this run; a model in the same folder keeps the path that is saved for it.
         fingerprint: 16 hex digits of the sha256 of `settings`, as JSON.
         saved: the object in the file; None if there is no file yet.
     """
 
-    def __init__(self, path: Path, settings: Mapping[str, Any], model_files: str | None = None) -> None:
+    def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
         self.path = path
         self.settings: dict[str, Any] = json.loads(json.dumps(settings))
         self.saved = self._read()
-        if model_files and self.saved and (self.saved.get("engine") or {}).get("model_files") == model_files:
-            # The same model, perhaps under another path.
-            self.settings["model"] = self.saved["settings"].get("model")
+        before = self.saved and self.saved["settings"].get("model")
+        if before and _same_folder(before, self.settings.get("model")):
+            self.settings["model"] = before
         self.fingerprint = fingerprint(self.settings)
 
     def refuse_answers_of(self, made: Any, where: str) -> None:
