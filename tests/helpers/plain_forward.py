@@ -68,8 +68,8 @@ def assert_scores(
     return out
 
 
-def assert_answers(made: GenerateResult, model: nn.Module, prompts: Rows, *, atol: float = 1e-5) -> None:
-    """Compare the raw log-probs of answers with the oracle."""
+def assert_answers(made: GenerateResult, model: nn.Module, prompts: Rows, *, atol: float = 2e-5) -> None:
+    """Compare the raw log-probs of answers with the oracle, which reads a row at once where decoding adds its tokens."""
     assert made.logprobs is not None
     parts = zip(prompts, made.ids.tolist(), made.logprobs.split(), strict=True)
     for number, (prompt, answer, found) in enumerate(parts):
@@ -81,7 +81,7 @@ def check(backend: Backend, model: nn.Module) -> None:
     """Compare scores and generated log-probs with the oracle."""
     assert_scores(backend, model, atol=2e-5)
     made = backend.generate(PROMPTS, {"max_new_tokens": 12}, seeds=list(range(len(PROMPTS))))
-    assert_answers(made, model, PROMPTS, atol=2e-5)
+    assert_answers(made, model, PROMPTS, atol=3e-5)
 
 
 def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
