@@ -18,7 +18,7 @@ Verdict = Literal["right", "refused", "WRONG", "crashed"]
 #: What may lie between a log-probability and that of the plain forward, in nats.
 TOLERANCE = 1e-5
 #: Where float32 itself is worse: how much further from float64 than the plain forward a log-probability may be.
-FURTHER = 3.0
+FURTHER = 4.0
 #: How many models with weights that are rounded otherwise show what float32 may round by.
 NUDGES = 4
 #: More than float32 rounds by in any of these models: not worth a forward in float64.

@@ -69,7 +69,7 @@ def assert_scores(
 
 
 def assert_answers(made: GenerateResult, model: nn.Module, prompts: Rows, *, atol: float = 2e-5) -> None:
-    """Compare the raw log-probs of answers with the oracle, which reads a row at once where decoding adds its tokens."""
+    """Compare the raw log-probs of answers with the oracle, which reads at once what decoding adds token by token."""
     assert made.logprobs is not None
     parts = zip(prompts, made.ids.tolist(), made.logprobs.split(), strict=True)
     for number, (prompt, answer, found) in enumerate(parts):
