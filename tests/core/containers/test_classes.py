@@ -268,20 +268,6 @@ def test_a_misspelt_field_is_told_the_right_one() -> None:
     assert not hasattr(td["tokens"], "__dataframe__") and td["tokens"].batch_dims == 1
 
 
-def test_one_name_is_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    searched: list[str] = []
-
-    def search(name: str, *rest: Any, **more: Any) -> list[str]:
-        searched.append(name)
-        return []
-
-    monkeypatch.setattr("difflib.get_close_matches", search)
-    tokens = Tokens.from_rows(prompt=[[5]])
-    assert not any(hasattr(tokens, "a name of this test") for _ in range(9))
-    # Other libraries search too.
-    assert searched.count("a name of this test") == 1
-
-
 def test_a_class_has_no_value_of_a_field() -> None:
     """A dataclass that derives from a container would take it for the default."""
     for cls in (Text, Tokens, Masks, LogProbs, PerToken, ChatHistory):
