@@ -217,16 +217,16 @@ class SelfTest:
         """Return whether `way` differed from the plain forward on a forward pass as wide as this."""
         return columns >= self.now.records[way].refuted
 
-    def is_confirmed(self, way: str, columns: int, steps: int = 0) -> bool:
+    def is_confirmed(self, way: str, columns: int, steps: int | None = None) -> bool:
         """Return whether `way` was compared on a forward pass as wide as this, and on so many `steps`, and agreed.
 
-        Steps beyond 16 are not asked for.
+        Steps beyond 16 are not asked for. None is for a way that decodes nothing.
         """
         record = self.now.records[way]
-        _, last = self._lengths.around(record.confirmed)
-        return columns <= last and record.steps >= min(steps, TAIL) and not self.is_refuted(way, columns)
+        _, last = self._lengths.around(max(record.confirmed, record.read) if steps == 0 else record.confirmed)
+        return columns <= last and record.steps >= min(steps or 0, TAIL) and not self.is_refuted(way, columns)
 
-    def confirm(self, way: str, columns: int, rows: Iterable[OwnRow], steps: int = 0) -> bool:
+    def confirm(self, way: str, columns: int, rows: Iterable[OwnRow], steps: int | None = None) -> bool:
         """Return whether rows that were read in a pass of so many columns have the numbers of the plain forward, and
         remember it. So many `steps` of them were decoded one after another.
         """
@@ -235,7 +235,11 @@ class SelfTest:
                 agreed = all(map(self._agrees, rows))
             if agreed:
                 record = self.now.records[way]
-                record.confirmed, record.steps = max(record.confirmed, columns), record.steps + steps
+                record.steps += steps or 0
+                if steps == 0:
+                    record.read = max(record.read, columns)
+                else:
+                    record.confirmed = max(record.confirmed, columns)
             else:
                 self._refute(way, columns, _OTHER_NUMBERS)
         return not self.is_refuted(way, columns)

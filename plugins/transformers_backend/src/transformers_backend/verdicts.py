@@ -42,6 +42,7 @@ class Record:
 
     tried: int = 0  # how much of it was compared on the trial rows: 0 nothing, 1 how it begins, 2 all of it
     confirmed: int = 0  # columns of the widest forward pass with which it agreed
+    read: int = 0  # the same where only a first token was compared, which shows nothing of a cache
     steps: int = 0  # tokens of callers that were decoded one after another and agreed
     refuted: float = math.inf  # a forward pass of so many columns, or more, is run in another way
     fault: str = ""  # what it did instead of agreeing
