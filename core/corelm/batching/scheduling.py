@@ -244,7 +244,7 @@ class TicketQueue(Generic[T]):
                 return batch, True
             if ticket.group != group:
                 continue
-            # What is left of the limits.
+            # Counted down: the room that the batch leaves.
             rows, tokens = rows - ticket.rows, tokens - ticket.tokens
             if batch and min(rows, tokens) < 0:
                 return batch, True

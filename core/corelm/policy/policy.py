@@ -312,7 +312,7 @@ class LLMPolicy(_NotMoved, TensorDictModuleBase):
             return
         warnings.warn(
             f"num_samples={samples} adds a dimension to answers that are there: {shape} becomes {(*shape, samples)}. "
-            "To sample anew, pass each prompt once: the TensorDict of before, or td[:, 0] of this one",
+            "To sample again, pass each prompt once: the TensorDict that you sampled from, or td[:, 0] of this one",
             stacklevel=level_of_caller(),
         )
 

@@ -15,7 +15,7 @@ from corelm.tensors.ragged import Ragged
 from corelm_engine_kit import columns
 from corelm_engine_kit.columns import argmax, numbers_for
 from corelm_engine_kit.masses import log_softmax_at
-from corelm_engine_kit.sampling import ExponentialStreams, Sampler, truncated
+from corelm_engine_kit.sampling import _GOLDEN, ExponentialStreams, Sampler, _exponentials, truncated
 
 CPU = torch.device("cpu")
 V = 700
@@ -265,6 +265,14 @@ def test_a_stream_depends_on_its_seed_only() -> None:
     later = [(together()[1], alone()[0]) for _ in range(100)]
     assert all(torch.equal(a, b) for a, b in first + later)
     assert len({each for a, _ in first + later for each in a.tolist()}) == 3 * 140
+
+
+def test_numbers_are_those_of_splitmix64() -> None:
+    """The first outputs for the state 1234567 that the authors of other implementations check theirs by."""
+    outputs = (6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821)
+    states = torch.tensor(1234567) + torch.arange(1, 6) * _GOLDEN
+    expected = [-math.log1p(-(each >> 11) / 2**53) for each in outputs]
+    assert _exponentials(states).tolist() == pytest.approx(expected, rel=1e-6)
 
 
 def test_numbers_are_independent_of_those_of_other_steps_rows_and_columns() -> None:

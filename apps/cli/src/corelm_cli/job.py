@@ -183,7 +183,7 @@ class Job(Generic[L]):
         raise typer.Exit(code)
 
     def _run(self) -> dict[str, Any]:
-        """Return what is saved about the run: nothing that another run of the same answers must repeat."""
+        """Return what the settings file records about this run. A later run may differ in all of it."""
         run: dict[str, Any] = {
             "started": datetime.now(UTC).isoformat(timespec="seconds"),
             "python": platform.python_version(),
@@ -230,7 +230,7 @@ class Job(Generic[L]):
         return SOME_FAILED if summary.failed else 0
 
     def _serve(self, summary: Summary, stdout: Stream | None) -> None:
-        """Serve all lines and count what is done in `summary`. If this raises, the answers so far were written."""
+        """Serve all lines and count the results in `summary`. Answers made before an error are written all the same."""
         with ExitStack() as stack:
             # Open the files first, so that errors in them are reported before a model loads.
             source, known = stack.enter_context(opened_input(self.source, whole=self.whole))

@@ -105,7 +105,7 @@ class AnswersFile(Answers):
     ) -> None:
         super().__init__(None)
         self._file, self._settings, self._run, self._overwrite = file, settings, run, overwrite
-        #: What is known of the model of the answers.
+        #: What earlier runs have recorded about the model, by the names in `IDENTITIES`.
         self._model: dict[str, str] = {}
         self._read()
 

@@ -1,4 +1,4 @@
-"""`Exchange`: a request that is being answered; `Reply`: what is sent; `Endpoint`: reads requests and answers them."""
+"""`Endpoint` reads requests and answers them; an `Exchange` is one request under way, and a `Reply` its answer."""
 
 from __future__ import annotations
 

@@ -235,8 +235,8 @@ class Sampler:
 class ExponentialStreams:
     """Returns float32[rows, count] at every call, exponentially distributed. Row i depends on ``seeds[i]`` only.
 
-    A generator on the CPU gives each row a key for each token, from which its numbers are made on the device: so a seed
-    gives the same answer on every device.
+    A generator on the CPU gives each row a key for each token, and the device makes the numbers from it. They are the
+    same on every device, except that its logarithm may round otherwise.
     """
 
     def __init__(self, seeds: Tensor, count: int, device: torch.device) -> None:
